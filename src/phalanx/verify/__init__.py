@@ -1,4 +1,4 @@
-"""Proof that a plan computes what one device computes, and the likely cause where it does not."""
+"""The proof that a plan computes the same as one device, and the likely cause of a difference."""
 
 from phalanx.verify.parity import OneDevice, Proof, prove
 from phalanx.verify.references import ReferenceRun, small_copy

@@ -1,4 +1,4 @@
-"""Trains a job for a proof, through the loop of every run; reads its last checkpoint back."""
+"""Training runs for a proof, through the loop of every run, and the reading of their last checkpoint."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def capture(
     findings: Findings | None = None,
     checkpoint_every: int = 0,
 ) -> RunRecord:
-    """Train ``given``, from ``proven``, under ``plan`` as ``phalanx train`` does, look on, and give what was seen.
+    """Train ``given``, from ``proven``, under ``plan`` as ``phalanx train`` does, and return a record of the run.
 
     Tensors, and the run itself, are written into ``folder``; its checkpoint is read back. ``watch`` is called ten times
-    a second meanwhile. ``findings`` are those of a look at the job.
+    a second meanwhile. ``findings`` come from a trace of the job.
 
     Raises:
         WorkerError: if the run failed, or its checkpoint cannot be loaded.
@@ -63,7 +63,7 @@ def capture(
 
 
 def resumed(given: Job, plan: Plan, folder: Path, at: int, watch: Watch = None) -> RunRecord:
-    """Resume the run of a capture in ``folder`` from its checkpoint after step ``at``; return what the end of it gave.
+    """Resume the run of a capture in ``folder`` from its checkpoint after step ``at``; return the record of its end.
 
     Raises:
         WorkerError: if the run failed.
@@ -88,9 +88,9 @@ def _with_average(record: RunRecord) -> RunRecord:
 
 
 def proven(job: Job, steps: int, taken: int | None = None) -> Job:
-    """The job as a proof trains it, for ``steps`` steps.
+    """Return the job as a proof trains it, for ``steps`` steps.
 
-    Where other than these are ``taken``, learning rates are all the same those of a run of ``steps``.
+    If a different number is ``taken``, learning rates are still those of a run of ``steps``.
     """
 
     def meant(schedule: Schedule) -> Schedule:
@@ -105,7 +105,7 @@ def proven(job: Job, steps: int, taken: int | None = None) -> Job:
 
 
 def traced(record: RunRecord, job: Job, plan: Plan, folder: Path, watch: Watch = None) -> RunRecord:
-    """``record`` with what passes the modules in the first step, for which that is taken once more."""
+    """Return ``record`` with the traffic of modules in the first step, which is repeated for it."""
     answers = _trained(proven(job, 1), _run(job, plan, folder), lambda place: Tracing(folder, plan), watch)
     traces, auxiliary = traces_of(answers, folder)
     return replace(record, traces=traces, auxiliary=auxiliary)
@@ -134,7 +134,7 @@ def _trained(
 
 
 def read_back(job: Job, path: Path, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the checkpoint in folder ``path`` holds, and what one device that resumes from it begins with.
+    """Return the content of the checkpoint ``path``, and the values of one device that resumes from it.
 
     By ``model.<name>`` and ``optimizer.<parameter>.<key>``; both are read at the same time. ``folder`` is for files.
 

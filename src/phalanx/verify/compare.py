@@ -1,4 +1,4 @@
-"""Compares two captures: by how much losses, gradients and parameters differ, and how much may come from rounding."""
+"""Comparison of two captures: the differences of losses, gradients and parameters, and those due to rounding."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ _SMALL = 0.02  # share of the norm of all gradients above which none is nothing 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Differences that rounding may make, at one ``precision``; without any ``noise`` by floors alone, then higher."""
+    """Allowed differences by rounding, at one ``precision``; without ``noise`` by floors alone, which are then
+    higher.
+    """
 
     precision: str = "fp32"
     noise: Noise = field(default_factory=dict[str, float])
@@ -80,20 +82,20 @@ class Bounds:
         return TIMES * self.noise.get(key, 0.0) + FLOOR[self.precision] * size * (1 if self.noise else _UNKNOWN)
 
     def of_sum(self, key: str, size: float) -> float:
-        """Return the allowed difference of a number of this ``size`` that is a sum over samples."""
+        """Return the allowed difference of a sum over samples with this ``size``."""
         noise, size = TIMES * self.noise.get(key, 0.0), max(abs(size), LOSS_TERMS if key.startswith("loss") else 0.0)
         noise = min(noise, CAP[self.precision] * size) if key.split("|")[1] == "0" else noise
         return noise + SUM_FLOOR[self.precision] * size
 
     def of_gradient(self, key: str, size: float, total: float) -> float:
-        """Return the same for a gradient; ``total``: norm of all gradients of the step."""
+        """Return the allowed norm of a gradient's difference; ``total``: norm of all gradients of the step."""
         noise = TIMES * self.noise.get(key, 0.0)
         noise = min(noise, CAP[self.precision] * total) if key.split("|")[1] == "0" else noise
         least = LAST_PLACE["fp32"] if self.noise else FLOOR[self.precision]
         return (noise or least * total) + FLOOR[self.precision] * size
 
     def is_rounding(self, key: str, size: float, total: float) -> bool:
-        """True if a gradient with norm ``size`` may be nothing but rounding."""
+        """Return True if a gradient with norm ``size`` may be pure rounding."""
         return size <= min(self.of_gradient(key, 0.0, total), _SMALL * total)
 
 
@@ -103,11 +105,11 @@ class Difference:
 
     Attributes:
         relative: norm of the difference over the norm it is measured by.
-        ratio: the factor that brings the reference closest to the other; 1 where they agree.
-        residual: what then still differs, relative.
-        where: the part of the tensor that the difference is in, and which ranks hold it; empty where it is everywhere.
+        ratio: the factor that brings the reference closest to the other; 1 if they agree.
+        residual: the remaining difference, relative.
+        where: the part of the tensor with the difference, and its ranks; empty if it is everywhere.
         allowed: largest ``relative`` that rounding explains.
-        rounding: it is of something that is zero but for rounding, so that the ratio says nothing.
+        rounding: whether the tensor is zero except for rounding, so that the ratio has no meaning.
     """
 
     name: str
@@ -120,17 +122,17 @@ class Difference:
 
     @property
     def beyond(self) -> bool:
-        """True if rounding does not explain the difference, or it is not a number."""
+        """Return True if rounding does not explain the difference, or it is not a number."""
         return not self.relative <= self.allowed
 
 
 def losses(reference: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Relative difference of each step's loss."""
+    """Return the relative difference of each step's loss."""
     return [relative_difference(a, b) for a, b in zip(reference, other, strict=True)]
 
 
 def relative_difference(a: float, b: float) -> float:
-    """Relative difference of two numbers; 0 where both are no number, or the same infinity."""
+    """Return the relative difference of two numbers; 0 if both are NaN, or the same infinity."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     return abs(a - b) / max(abs(a), 1e-30)
@@ -139,9 +141,9 @@ def relative_difference(a: float, b: float) -> float:
 def values(
     reference: Tensors, other: Tensors, allowed: Callable[[str, float], float] | None = None
 ) -> list[Difference]:
-    """Differences of tensors, each relative to its norm; of those that only one side has, all of it.
+    """Return differences of tensors, each relative to its norm; a tensor on one side only differs wholly.
 
-    ``allowed``: the norm that the difference of a tensor may have, by its name and norm; 0 where not given.
+    ``allowed``: the allowed norm of a tensor's difference, by its name and norm; 0 by default.
     """
     found: list[Difference] = []
     for name, expected in reference.items():
@@ -152,9 +154,9 @@ def values(
 
 
 def gradients(reference: Tensors, other: Tensors, bounds: Bounds, moment: str) -> list[Difference]:
-    """Differences of gradients, those of rounding alone relative to the norm of all.
+    """Return differences of gradients; those of rounding alone are relative to the norm of all.
 
-    One that is not there is as good as one of zeros: what an optimizer makes of either shows in its state.
+    A missing gradient counts as zeros: the optimizer's treatment of either shows in its state.
 
     Args:
         moment: start of the keys of their noise, such as ``reduced|0``.
@@ -175,7 +177,7 @@ def gradients(reference: Tensors, other: Tensors, bounds: Bounds, moment: str) -
 
 
 def scale(found: Sequence[Difference], reference: Tensors) -> float:
-    """The factor that brings all tensors of the reference together closest to the other side's; 1 where they agree."""
+    """Return the factor that brings all reference tensors together closest to the other side's; 1 if they agree."""
     squares = {one.name: norm(reference[one.name]) ** 2 for one in found if one.name in reference}
     total = math.fsum(squares.values())
     known = (one for one in found if squares.get(one.name))
@@ -190,11 +192,11 @@ def _factor(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """How far training has moved parameters, and from where.
+    """The distance and the begin of parameters' movement in training.
 
     Attributes:
-        moved: values that say how far each has moved: the last ones for an average.
-        first: the first gradient of each parameter that is more than rounding, and the norm of its noise.
+        moved: values whose movement counts: the last ones for an average.
+        first: the first gradient beyond rounding of each parameter, and the norm of its noise.
         moment: of the values compared, in the keys of their noise.
     """
 
@@ -205,10 +207,10 @@ class Way:
 
 
 def parameters(reference: Tensors, other: Tensors, way: Way, bounds: Bounds) -> list[Difference]:
-    """Differences of parameters, relative to how far each moved.
+    """Return differences of parameters, relative to their movement.
 
-    Adam divides a gradient by its own size, and so makes a whole step, in either direction, of an element that is zero
-    but for rounding. Such elements are left out. Of the others each may differ by as much of its way as rounding may
+    Adam divides a gradient by its own size, and so makes a whole step, in either direction, for an element that is zero
+    except for rounding. Such elements are left out. The movement of any other may differ by as much as rounding may
     change its gradient.
     """
     found: list[Difference] = []
@@ -227,7 +229,7 @@ def parameters(reference: Tensors, other: Tensors, way: Way, bounds: Bounds) -> 
 
 
 def meaningful(grad: Tensor, noise: float) -> tuple[Tensor, Tensor]:
-    """Return which elements of a first gradient are more than rounding, and the share of each that rounding may change.
+    """Return the elements of a first gradient beyond rounding, and the share of each that rounding may change.
 
     Rows of zeros, such as those of an embedding that no sample has used yet, are exact.
     """
@@ -239,7 +241,7 @@ def meaningful(grad: Tensor, noise: float) -> tuple[Tensor, Tensor]:
 
 
 def first_gradients(one: RunRecord, bounds: Bounds) -> dict[str, tuple[Tensor, float]]:
-    """Return the first gradient of each parameter that is not zero but for rounding, and the norm of its noise."""
+    """Return the first gradient beyond rounding of each parameter, and the norm of its noise."""
     found: dict[str, tuple[Tensor, float]] = {}
     kind = "reduced" if one.reduced else "used"
     for step, grads in sorted((one.reduced or one.used).items()):
@@ -252,7 +254,7 @@ def first_gradients(one: RunRecord, bounds: Bounds) -> dict[str, tuple[Tensor, f
 
 
 def difference(name: str, expected: Tensor, given: Tensor, scale: float, allowed: float) -> Difference:
-    """Of one tensor, relative to ``scale``."""
+    """Return the difference of one tensor, relative to ``scale``."""
     if expected.shape != given.shape:
         return Difference(name=name, relative=math.inf, ratio=math.nan, residual=math.inf, allowed=allowed)
     if torch.equal(expected, given):
@@ -266,12 +268,12 @@ def difference(name: str, expected: Tensor, given: Tensor, scale: float, allowed
 
 
 def missing(name: str) -> Difference:
-    """Of a tensor that only one side has."""
+    """Return the difference of a tensor on one side only."""
     return Difference(name=name, relative=math.inf, ratio=math.nan, residual=math.inf)
 
 
 def norm(tensor: Tensor) -> float:
-    """The L2 norm, added up in fp64."""
+    """Return the L2 norm, added up in fp64."""
     return float(torch.linalg.vector_norm(_numbers(tensor)))
 
 

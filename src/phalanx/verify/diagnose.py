@@ -1,4 +1,4 @@
-"""From the pattern of differences to the likely cause, by what is kept from step to step, too."""
+"""Diagnosis: from the pattern of differences to the likely cause, also by state kept from step to step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from phalanx.verify.record import END, FIRST
 
 
 def diagnose(evidence: Evidence, job: Job, plan: Plan, look: Callable[[], list[str]]) -> str:
-    """The likely cause of an inequality, most specific first. ``look`` gives what a look at the job itself shows.
+    """Return the likely cause of an inequality, most specific first. ``look`` returns causes in the job itself.
 
-    Patterns that only a split has come before that: a job that differs by itself may be split wrongly as well.
+    Patterns of splits come before that: a job that differs by itself may be split wrongly as well.
     """
 
     def first_of(patterns: Iterable[Callable[[Evidence, Job, Plan], str]]) -> str:
@@ -209,7 +209,7 @@ def _after_the_gradient(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 
 def changed_before_the_update(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """The gradients are one device's when they are reduced, and others, or of another norm, when they are used."""
+    """Match gradients that equal one device's when reduced, and differ, or their norm, when used."""
     for step in sorted(evidence.one.used):
         scales = [check.first for check in evidence.checks if check.kind == "scale" and check.step == step]
         factor = any(first.startswith("all gradients in") for first in scales)  # that reduced ones have in common
@@ -231,7 +231,7 @@ def changed_before_the_update(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 
 def buffers_apart(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """Buffers differ between ranks, or from one device's, and nothing that is computed before does."""
+    """Match buffers that differ between ranks, or from one device's, without an earlier difference."""
     if evidence.batch_norm or any(one.beyond for one in (*evidence.gradients, *evidence.initial)):
         return ""
     for moment in (FIRST, END):
@@ -251,7 +251,7 @@ def buffers_apart(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 
 def state_apart(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """The optimizer's state differs between ranks, while their parameters do not."""
+    """Match optimizer state that differs between ranks, while their parameters do not."""
     for moment in (FIRST, END):
         _, found = copies_apart(evidence.other, moment, everywhere=plan.sync == "each")
         if any(one.kind == "value" for one in found):
@@ -265,7 +265,7 @@ def state_apart(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 
 def copies_part(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """Copies of parameters that were equal at the start are not after the first update."""
+    """Match copies of parameters that were equal at the start and differ after the first update."""
     _, found = copies_apart(evidence.other, FIRST, everywhere=plan.sync == "each")
     values = [one for one in found if one.kind in ("value", "stepped")]
     if not values or any(one.beyond for one in evidence.gradients):
@@ -280,7 +280,7 @@ def copies_part(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 
 def scaled(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """All gradients have one factor too many, which is small beside what half precision rounds."""
+    """Match gradients with a common wrong factor, small beside the rounding of half precision."""
     check = next((one for one in evidence.checks if one.kind == "scale" and one.first), None)
     if check is None or any(one.beyond for one in evidence.gradients if one.relative > 2 * check.largest):
         return ""
@@ -291,7 +291,7 @@ def scaled(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 
 def wrong_from_later_on(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """A parameter that has no gradient at first gets a wrong one when it has."""
+    """Match a parameter without gradient at first that gets a wrong one later."""
     early = {name for name, grad in evidence.one.gradients.items() if bool(grad.any())}
     for step in sorted(evidence.one.reduced):
         names = (

@@ -1,4 +1,4 @@
-"""Causes that only a model split over ranks has, each from its pattern of differences."""
+"""Causes that only a model split over ranks can have, each with its pattern of differences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.witness.reference_step import Piece, cut_out
 
 
 def other_start(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """The plan's model begins with other values than one device's."""
+    """Match a plan's model that begins with other values than one device's."""
     if not (wrong := [one for one in evidence.initial if one.beyond]):
         return ""
     starts = evidence.other.fingerprints("start")
@@ -42,7 +42,7 @@ def other_start(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 
 def copies_apart_at_the_start(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """Ranks that hold the same part of a parameter hold other values of it."""
+    """Match ranks that hold different values for the same part of a parameter."""
     if not (found := differing_copies(evidence, "start")):
         return ""
     return (
@@ -52,7 +52,7 @@ def copies_apart_at_the_start(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 
 def differing_copies(evidence: Evidence, when: str) -> str:
-    """Which ranks hold different values of which parameters, in words; empty where copies are equal, bit by bit."""
+    """Return the ranks with different values, and their parameters, in words; "" if copies are equal bit by bit."""
     _, found = copies_apart(evidence.other, when, everywhere=True)
     pairs: dict[str, list[str]] = {}
     for one in found:
@@ -65,7 +65,7 @@ def differing_copies(evidence: Evidence, when: str) -> str:
 
 
 def passed_on_in_parts(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """What ranks of ``tp`` have of a whole output, or of a gradient, is a part of the sum, or many times it."""
+    """Match ranks of ``tp`` with a part of a whole output or gradient, or a multiple of it."""
     if plan.tp == 1 or not any(evidence.other.traces) or not any(evidence.one.traces):
         return ""
     names = [name for name in evidence.one.traces[0] if any(name in trace for trace in evidence.other.traces)]
@@ -195,7 +195,7 @@ def first_module_that_differs(evidence: Evidence, job: Job, plan: Plan) -> str:
 
 
 def auxiliary_once_per_rank(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """A router's gradient is off by a whole number of times what its auxiliary loss alone gives."""
+    """Match a router's gradient that is off by a multiple of its auxiliary loss's gradient."""
     for name in reversed(list(evidence.one.auxiliary)):
         alone, expected, given = (
             held.get(name) for held in (evidence.one.auxiliary, evidence.one.gradients, evidence.other.gradients)
@@ -236,7 +236,7 @@ def _counts(job: Job, plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def not_synchronised(evidence: Evidence, job: Job, plan: Plan) -> str:
-    """Copies of a parameter get other gradients on other ranks."""
+    """Match copies of a parameter with different gradients on ranks."""
     parts: dict[str, list[str]] = {}
     names: dict[str, None] = {}
     by_rank = evidence.other.fingerprints("gradients")

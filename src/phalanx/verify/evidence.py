@@ -1,6 +1,6 @@
-"""What two records say of each other: copies, evaluations and checkpoints compared; what gradients may be off by.
+"""Evidence from two records: copies, evaluations and checkpoints compared; the allowed difference of gradients.
 
-``judge`` compares all else with it, ``diagnose`` tells causes from it.
+``judge`` compares the rest with it, ``diagnose`` finds causes in it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from phalanx.witness.rounding import FLOOR
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What both runs gave: one device, and the other under ``plan``.
+    """The results of both runs: one device, and the other under ``plan``.
 
     Attributes:
-        checks: everything that was compared, in the order in which a run computes it.
-        silent: names of parameters whose first gradient is zero but for rounding.
+        checks: all comparisons, in the order of a run's computation.
+        silent: names of parameters whose first gradient is zero except for rounding.
         batch_norm: names of modules that take statistics of their micro-batch.
     """
 
@@ -44,42 +44,42 @@ class Evidence:
     batch_norm: list[str]
 
     def of(self, kind: str, step: int | None) -> list[Difference]:
-        """As ``differences_of``."""
+        """Return the result of ``differences_of``."""
         return differences_of(self.checks, kind, step)
 
     @property
     def losses(self) -> list[float]:
-        """Relative difference of each step's loss."""
+        """Return the relative difference of each step's loss."""
         return compare.losses(self.one.losses, self.other.losses)
 
     @property
     def skipped(self) -> int | None:
-        """The first step whose update fp16's loss scale skipped on one side only; ``None`` where there is none."""
+        """Return the first step whose update fp16's loss scale skipped on one side only, or ``None``."""
         pairs = zip(self.one.steps, self.other.steps, strict=True)
         return next((step for step, (a, b) in enumerate(pairs) if a.skipped != b.skipped), None)
 
     @property
     def loss_differs(self) -> bool:
-        """True if the first step's loss differs by more than rounding."""
+        """Return True if the first step's loss differs by more than rounding."""
         return any(check.first for check in self.checks if (check.kind, check.step) == ("loss", 0))
 
     @cached_property
     def rounding(self) -> float:
-        """The relative difference that rounding may make in a gradient of the first step, typically."""
+        """Return the typical relative difference by rounding in a gradient of the first step."""
         return statistics.median(one.allowed for one in self.gradients) if self.gradients else FLOOR["fp32"]
 
     @cached_property
     def initial(self) -> list[Difference]:
-        """Differences of the parameters before the first step."""
+        """Return differences of the parameters before the first step."""
         return self.of("initial", None)
 
     @cached_property
     def gradients(self) -> list[Difference]:
-        """Differences of the first gradients that are more than rounding."""
+        """Return differences of the first gradients that are more than rounding."""
         return [one for one in self.of("gradient", 0) if not one.rounding or one.beyond]
 
     def peers(self, axis: str) -> Iterator[list[int]]:
-        """Ranks that differ along one dimension of the mesh only, by groups."""
+        """Yield groups of ranks that differ along one dimension of the mesh only."""
         for rank in range(self.plan.world_size if len(self.other.ranks) > 1 else 0):
             ranks = Mesh(self.plan, rank).peers(axis)
             if ranks[0] == rank:
@@ -87,12 +87,12 @@ class Evidence:
 
     @property
     def axes(self) -> list[str]:
-        """Dimensions of the mesh that have more than one rank."""
+        """Return the mesh dimensions with more than one rank."""
         return [name for name, size in self.plan.mesh.items() if size > 1]
 
 
 def holders(copies: Sequence[Mapping[str, Copy]], kind: str) -> dict[str, dict[Piece, list[int]]]:
-    """Name → each part of the tensor that some rank holds → those ranks; of tensors of this kind."""
+    """Map name to each part of the tensor held by a rank, with those ranks; for tensors of this kind."""
     found: dict[str, dict[Piece, list[int]]] = {}
     for rank, known in enumerate(copies):
         for key, copy in known.items():
@@ -103,12 +103,12 @@ def holders(copies: Sequence[Mapping[str, Copy]], kind: str) -> dict[str, dict[P
 
 
 def ranks_in_words(ranks: list[int]) -> str:
-    """Such as ``rank 1 holds`` or ``ranks 1, 3 hold``."""
+    """Return a text such as ``rank 1`` or ``ranks 1, 3``."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def where(a: Tensor, b: Tensor, by_piece: dict[Piece, list[int]], plan: Plan) -> str:
-    """Where most of the difference of two tensors is, if that is one of the parts that ranks hold, or one stage."""
+    """Return the place of most of the difference of two tensors, if it is a rank's part, or one stage."""
     if a.shape != b.shape:
         return f"of shape {list(b.shape)}, not {list(a.shape)}"
     away = (a.double() - b.double()).square()
@@ -125,7 +125,7 @@ def where(a: Tensor, b: Tensor, by_piece: dict[Piece, list[int]], plan: Plan) ->
 
 
 def differences_of(checks: Sequence[Check], kind: str, step: int | None) -> list[Difference]:
-    """Differences of the tensors of one kind, such as ``gradient``, in one step; ``None``: before or after all."""
+    """Return differences of tensors of one kind, such as ``gradient``, in one step; ``None``: outside steps."""
     return [one for check in checks if (check.kind, check.step) == (kind, step) for one in check.differences]
 
 
@@ -143,17 +143,17 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One kind of thing at one moment, compared.
+    """One comparison of values at one moment.
 
     Attributes:
-        kind: of thing: ``copies``, ``initial``, ``loss``, ``scale`` (of gradients), ``gradient``, ``used``,
+        kind: of value: ``copies``, ``initial``, ``loss``, ``scale`` (of gradients), ``gradient``, ``used``,
             ``parameter``, ``average`` (of weights), ``buffer``, ``state``, ``exact`` (numbers that must be the same),
             ``evaluation``, ``checkpoint``.
-        many: how many were compared.
+        many: number of compared values.
         largest: relative difference.
-        allowed: of the one that came closest to what it is allowed, or went beyond it most.
-        first: what is beyond that, in words; empty where nothing is.
-        wrong: of numbers that must be the same all that are not, in words.
+        allowed: of the value closest to its bound, or furthest beyond it.
+        first: the first value beyond its bound, in words, or "".
+        wrong: all unequal numbers that must be the same, in words.
     """
 
     kind: str
@@ -169,12 +169,12 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiesDiffer:
-    """Two that hold other values of the same part of a tensor.
+    """Two ranks with different values for the same part of a tensor.
 
     Attributes:
         kind: of tensor: ``value``, ``stepped``, ``buffer``, ``state``, ``gradient``.
-        who: hold it, such as ``ranks 0 and 1``.
-        relative: norm of the difference over that of the first's values; not a number where only digests are known.
+        who: the holders, such as ``ranks 0 and 1``.
+        relative: norm of the difference over that of the first's values; NaN if only digests are known.
     """
 
     kind: str
@@ -185,7 +185,7 @@ class CopiesDiffer:
 
     @property
     def words(self) -> str:
-        """Such as ``gain on ranks 0 and 1 differ by 3e-06 (allowed 0)``."""
+        """Return a text such as ``gain on ranks 0 and 1 differ by 3e-06 (allowed 0)``."""
         at = f" ({in_words(self.piece)})" if self.piece else ""
         by = "" if math.isnan(self.relative) else f" by {self.relative:.2g}"
         return f"{KINDS.get(self.kind, '')}{self.name}{at} on {self.who} differ{by} (allowed 0)"
@@ -194,10 +194,10 @@ class CopiesDiffer:
 def copies_apart(
     record: RunRecord, moment: str, everywhere: bool, *, values: bool = False
 ) -> tuple[int, list[CopiesDiffer]]:
-    """How many copies of what another rank holds as well there are at ``moment``, and those that differ.
+    """Return the number of copies held by several ranks at ``moment``, and those that differ.
 
-    Copies in one process count as well, and those that servers have sent to workers. Without ``everywhere`` replicas
-    that step by themselves are each a world of their own, but for parameters where ``values`` of all are together.
+    Copies in one process count, too, and copies that servers have sent to workers. Without ``everywhere`` independent
+    replicas are each a world of their own, except for parameters if ``values`` of all are equal.
     """
     many, found = 0, list[CopiesDiffer]()
     firsts: dict[tuple[int, str, Piece], tuple[int, Copy]] = {}
@@ -231,7 +231,7 @@ def _apart(key: str, copy: Copy, who: str, relative: float) -> CopiesDiffer:
 
 
 def evaluations(one: RunRecord, other: RunRecord, bounds: Bounds) -> Iterator[Check]:
-    """Every evaluation says the same; a metric, which may be of any form, has a floor 16 times as high."""
+    """Yield checks of every evaluation; a metric, which may be of any form, has a floor 16 times as high."""
     for step, here in one.evaluations.items():
         there = other.evaluations.get(step, {})
         pairs = {"loss": (here["loss"], there.get("loss", math.nan))}
@@ -255,7 +255,7 @@ def evaluations(one: RunRecord, other: RunRecord, bounds: Bounds) -> Iterator[Ch
 
 
 def checkpoint(other: RunRecord) -> Iterator[Check]:
-    """What is saved, and what one device makes of it, is all that was held, bit for bit."""
+    """Yield checks that the saved and the resumed values equal the held ones, bit for bit."""
     kept = put_in(MODEL, other.values[END]) | put_in(OPTIMIZER, other.state.get(END, {}))
     numbers = put_in(OPTIMIZER, other.numbers.get(END, {}))
     numbers["progress.step"] = float(len(other.steps))

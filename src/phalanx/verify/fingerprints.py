@@ -1,7 +1,7 @@
 """Fingerprints of tensors, by which ranks are compared with one another and with one device without sending tensors.
 
 A fingerprint is linear: those of two tensors add up to that of their sum. So it shows not only that two ranks differ,
-but whether each has a part of what one device has.
+but also whether each has a part of one device's tensor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _LONGEST = 1 << 16  # of the last dimension; signs repeat beyond it
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Of one tensor, or of several of one form, added up.
+    """The fingerprint of one tensor, or of the sum of several.
 
     Attributes:
-        products: of the elements, each times the sign that its place in the last dimension has; one a column of signs.
+        products: sums of the elements, each with the sign of its place in the last dimension; one a column of signs.
         square: the sum of squares.
     """
 
@@ -34,7 +34,9 @@ class Fingerprint:
 
     @classmethod
     def of(cls, tensor: Tensor, last: Piece = (), width: int | None = None) -> Fingerprint:
-        """Of ``tensor``, added up in fp64; ``last``: which of ``width`` places of the last dimension are here."""
+        """Return the fingerprint of ``tensor``, in fp64; ``last``: the local places among ``width`` of the last
+        dimension.
+        """
         values = tensor.detach()
         values = torch.view_as_real(values).flatten(-2) if values.is_complex() else values
         features = values.shape[-1] if values.dim() else 1
@@ -46,28 +48,28 @@ class Fingerprint:
 
     @classmethod
     def total(cls, several: Iterable[Fingerprint]) -> Fingerprint:
-        """The fingerprint of what the ranks hold together, each a part of it: summed."""
+        """Return the fingerprint of the sum of the ranks' parts."""
         found = list(several)
         sums = zip(*(one.products for one in found), strict=True)
         return cls(tuple(math.fsum(each) for each in sums), math.fsum(one.square for one in found))
 
     def plus(self, other: Fingerprint, times: float) -> Fingerprint:
-        """The linear part of this and ``times`` the other."""
+        """Return the linear part of this plus ``times`` the other."""
         return Fingerprint(tuple(a + times * b for a, b in zip(self.products, other.products, strict=True)), math.nan)
 
     def distance(self, other: Fingerprint) -> float:
-        """How far the sums lie apart, relative to the other's; not a number where one is not."""
+        """Return the distance of the sums, relative to the other's; NaN if one is NaN."""
         distance = math.dist(self.products, other.products)
         return distance / max(other.size, 1e-30) if distance else 0.0
 
     def ratio(self, other: Fingerprint) -> float:
-        """The factor that brings the other closest to this."""
+        """Return the factor that brings the other closest to this."""
         squares = other.size**2
         return sum(a * b for a, b in zip(self.products, other.products, strict=True)) / squares if squares else math.nan
 
     @property
     def size(self) -> float:
-        """Norm of the sums."""
+        """Return the norm of the sums."""
         return math.hypot(*self.products)
 
 
@@ -79,7 +81,7 @@ def _signs(features: int) -> Tensor:
 
 
 def in_words(piece: Piece) -> str:
-    """Such as ``rows 0:64``."""
+    """Return a text such as ``rows 0:64``."""
     names = {0: "rows", 1: "columns"}
     runs = {dim: " and ".join(f"{a}:{b}" for a, b in ranges) for dim, ranges in piece}
     return ", ".join(f"{names.get(dim, f'dimension {dim} at')} {run}" for dim, run in runs.items())

@@ -1,4 +1,4 @@
-"""Compares two records, thing by thing in the order in which a run computes them."""
+"""Comparison of two records, in the order of a run's computation."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from phalanx.verify.recording import GRADIENT_STEPS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Two records, the reference and one of ``plan``, and what rounding may make differ.
+    """Two records, the reference and one of ``plan``, and the allowed differences by rounding.
 
     Attributes:
-        first: the first gradient of each parameter that is more than rounding, and the norm of its noise.
+        first: the first gradient beyond rounding of each parameter, and the norm of its noise.
     """
 
     one: RunRecord
@@ -43,13 +43,13 @@ class Pair:
 
     @property
     def silent(self) -> list[str]:
-        """Parameters whose gradient in the first step is zero but for rounding, though not zeros."""
+        """Return parameters whose first gradient is zero except for rounding, though not exactly zero."""
         had = [name for name, grad in self.one.gradients.items() if bool(grad.any())]
         return [name for name in had if self.first.get(name, (None,))[0] is not self.one.gradients[name]]
 
 
 def judged(pair: Pair) -> list[Check]:
-    """Everything that both records have, and all copies of it, compared."""
+    """Return the comparison of all common values, and all copies of them."""
     return [check for check in _all(pair) if check.many]
 
 
@@ -268,7 +268,7 @@ def _different(one: Mapping[str, Any], other: Mapping[str, Any], within: float =
 
 
 def judged_after_resume(pair: Pair, at: int) -> list[Check]:
-    """The end of a run that was resumed after step ``at``, compared with the same run without a stop."""
+    """Compare the end of a run resumed after step ``at`` with the same run without a stop."""
     return [
         replace(check, first=check.first and f"after a resume at step {at}: {check.first}")
         for check in _resumed(pair, at)

@@ -1,4 +1,4 @@
-"""What each module of a model gives in the first step, and which gradients come back to it, as fingerprints."""
+"""Fingerprints of each module's output in the first step, and of the gradients that come back to it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from phalanx.witness.reference_step import Piece
 
 @dataclass(slots=True)
 class Passed:
-    """What passed one module, on one rank, added up over calls and samples.
+    """The traffic of one module on one rank, added up over calls and samples.
 
     Attributes:
-        rows: vectors of the output, along its last dimension; of one that is cut, the share that is here.
+        rows: vectors of the output, along its last dimension; for a cut output, the local share.
         cut: axes along which the rank has a part of the output.
         output: its fingerprint.
-        grad: that of the gradient that came back; ``None`` where none did.
+        grad: that of the gradient that came back, or ``None``.
     """
 
     rows: float = 0.0
@@ -49,7 +49,7 @@ def traceable(plan: Plan) -> bool:
 
 @contextmanager
 def traced(module: nn.Module) -> Iterator[dict[str, Passed]]:
-    """While inside, what passes the modules is noted, by name, in the order in which they are done."""
+    """Record the traffic of modules in the block, by name, in order of their end."""
     found: dict[str, Passed] = {}
     hooks = [
         child.register_forward_hook(_noting(name, found))
@@ -108,7 +108,7 @@ _AUXILIARY = "auxiliary.safetensors"
 
 
 class Tracing(Observer):
-    """One process's trace of the first step; ``answer`` is what it tells as JSON."""
+    """One process's trace of the first step; ``answer`` is its JSON."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder, self._plan = folder, plan
@@ -135,7 +135,7 @@ class Tracing(Observer):
 
 
 def traces_of(answers: list[dict[str, Any]], folder: Path) -> tuple[list[dict[str, Passed]], dict[str, Tensor]]:
-    """Each process's trace, and the gradients of an auxiliary loss alone, by parameter."""
+    """Return each process's trace, and the gradients of an auxiliary loss alone, by parameter."""
     file = folder / _AUXILIARY
     alone = load(file.read_bytes()) if file.exists() else {}
     return [{name: _passed(**one) for name, one in answer["trace"].items()} for answer in answers], alone
@@ -147,9 +147,10 @@ def _passed(rows: float, cut: list[str], output: Any, grad: Any) -> Passed:
 
 
 def auxiliary_gradients(step: Step, batch: StepBatch) -> dict[str, Tensor]:
-    """Name → gradient of an auxiliary loss alone, of each matrix that chooses experts. None for other models.
+    """Map name to the gradient of an auxiliary loss alone, for each matrix that chooses experts.
 
-    A backward of its own, on one device, in which nothing comes back through the weights that experts are called with.
+    It takes an extra backward on one device, without the gradients through the weights that experts are called with.
+    Empty for other models.
     """
     if not (routers := _routers(step.layout.module)):
         return {}

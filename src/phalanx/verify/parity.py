@@ -29,25 +29,24 @@ from phalanx.witness.rounding import LAST_PLACE
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Proof:
-    """Result of comparing a plan with one device: equal or not, and by how much it differs.
+    """The result of comparing a plan with one device: equal or not, and the differences.
 
     Attributes:
-        equal: whether everything compared differs by no more than rounding explains.
+        equal: whether rounding explains every difference.
         steps: optimizer steps compared.
         losses: relative difference of each step's loss.
         gradients: of the first step, by parameter, before clipping.
-        parameters: after the last step, relative to how far each moved, by parameter; elements whose gradient is zero
-            but for rounding are left out, since Adam makes a whole step out of rounding.
-        not_compared: parameters whose whole gradient is zero but for rounding.
-        notes: what no plan can keep, said before the run; dropout is switched off for the comparison.
-        first: the first tensor or loss that differs, in words; empty where equal.
-        cause: its likely cause; empty where equal.
-        checks: everything that was compared, in the order in which a run computes it.
-        never: parameters that had no gradient but zeros in any step.
-        reference: what the plan was compared with, in words.
+        parameters: after the last step, relative to their movement, by parameter; elements whose gradient is zero
+            except for rounding are left out, since Adam makes a whole step out of rounding.
+        not_compared: parameters whose whole gradient is zero except for rounding.
+        notes: differences that no plan can avoid, said before the run; dropout is switched off for the comparison.
+        first: the first tensor or loss that differs, in words; empty if equal.
+        cause: its likely cause; empty if equal.
+        checks: all comparisons, in the order of a run's computation.
+        never: parameters without a nonzero gradient in any step.
+        reference: the reference of the comparison, in words.
         asked: steps that were asked for; more are taken until every parameter has had a gradient, or ``most_steps``.
-        late: the parameter whose first gradient came last, and in which step, where more steps than asked were taken
-            for it.
+        late: the parameter whose first gradient came last, and its step, if more steps than asked were taken for it.
     """
 
     equal: bool
@@ -68,7 +67,7 @@ class Proof:
 
     @property
     def copies(self) -> int:
-        """How many tensors that a rank holds were compared with another rank's copy of the same."""
+        """Return the number of tensors compared with another rank's copy."""
         return sum(check.many for check in self.checks if check.kind == "copies")
 
     @property
@@ -80,7 +79,7 @@ class Proof:
         }
 
     def __repr__(self) -> str:
-        """The answer in a few lines; ``to_dict()`` has every tensor."""
+        """Return the answer in a few lines; ``to_dict()`` has every tensor."""
         plan, steps = f'"{self.plan}"', f"{self.steps} step{'s' if self.steps > 1 else ''}"
         if not self.equal:
             cause = f"\nlikely cause: {self.cause}" if self.cause else ""
@@ -94,12 +93,12 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OneDevice:
-    """What a job computes on one device: the measure of any number of plans at one precision.
+    """The result of a job on one device: the measure of any number of plans at one precision.
 
     Attributes:
-        steps: optimizer steps asked for; the reference goes on until each parameter has had a gradient, or to
+        steps: optimizer steps asked for; the reference continues until each parameter has had a gradient, or to
             ``most_steps``.
-        reference: who computed it, in words: a plain PyTorch loop, a loop of the user's own, or Phalanx.
+        reference: its origin, in words: a plain PyTorch loop, a user's own loop, or Phalanx.
     """
 
     job: Job
@@ -115,8 +114,7 @@ class OneDevice:
     ) -> OneDevice:
         """Run ``job`` on one device; ``watch`` is called ten times a second meanwhile.
 
-        By the plain loop that the job is turned into; by Phalanx where it cannot be; by a loop of the user's own where
-        ``how`` has one.
+        It uses the plain loop of the job; Phalanx if there is none; a user's own loop if ``how`` has one.
 
         Raises:
             WorkerError: if the run failed.
@@ -142,10 +140,10 @@ class OneDevice:
     def prove(
         self, plan: Plan, *, findings: Findings | None = None, watch: Watch = None, resume: bool | None = False
     ) -> Proof:
-        """Run the same steps under ``plan`` and compare; ``findings`` of a look at the job travel to the workers.
+        """Run the same steps under ``plan`` and compare; ``findings`` of a trace are sent to the workers.
 
-        With ``resume`` the run is then resumed from its middle, and the end compared with the run without a stop; with
-        ``None`` only of small models.
+        ``resume`` also resumes the run from its middle, and compares its end with the run without a stop; ``None`` does
+        so only for small models.
 
         Raises:
             RefusedError: if the plan cannot serve the job here.
@@ -201,7 +199,7 @@ class OneDevice:
         )
 
     def evidence(self, pair: Pair, checks: list[Check], watch: Watch = None) -> Evidence:
-        """What a cause is told from; for it the first step is taken once more on both sides, and looked into."""
+        """Return the evidence for a diagnosis; the first step is repeated with traces on both sides."""
         one, other, plan = pair.one, pair.other, pair.plan
         if traceable(plan) and not self.job.phases:
             with _folder() as name:
@@ -224,9 +222,9 @@ def prove(
 ) -> Proof:
     """Run ``steps`` steps of ``job`` on one device and under ``plan``, and compare.
 
-    One device is the plain PyTorch loop that the job is turned into, or ``against``, a loop of the user's own (see
-    ``phalanx.witness.own_loop``). Dropout is off for both. ``say`` is called with each note before anything runs,
-    ``watch`` ten times a second while it does.
+    One device is the plain PyTorch loop of the job, or ``against``, a user's own loop (see
+    ``phalanx.witness.own_loop``). Dropout is off for both. ``say`` is called with each note before the runs, ``watch``
+    ten times a second during them.
 
     Raises:
         RefusedError: if the plan cannot serve the job here.
@@ -266,7 +264,7 @@ _CHEAP = 10**8
 
 
 def most_steps(steps: int) -> int:
-    """How many steps a proof of ``steps`` takes at most, where parameters still have had no gradient then."""
+    """Return the most steps of a proof of ``steps``, if parameters still have had no gradient."""
     return steps + max(steps, _AT_LEAST)
 
 

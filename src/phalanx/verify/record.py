@@ -1,4 +1,4 @@
-"""What one run of a job gave, whoever ran it, put together from what its processes have told and written."""
+"""The record of one run of a job by any program, assembled from its processes' answers and files."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ AVERAGE = "average"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """What one optimizer step told of itself.
+    """The record of one optimizer step.
 
     Attributes:
         loss: of the global batch.
         skipped: whether fp16's loss scale skipped the update.
-        count: what the loss was divided by; ``None`` where it is not known.
-        samples: in the global batch; ``None`` where it is not known.
-        norm: of all gradients, before clipping; ``None`` where nothing needed it.
-        rates: learning rate by parameter, as the optimizer read it; empty where the update was skipped. Of a phase
+        count: the divisor of the loss; ``None`` if unknown.
+        samples: in the global batch; ``None`` if unknown.
+        norm: of all gradients, before clipping; ``None`` if it was not needed.
+        rates: learning rate by parameter, as the optimizer read it; empty if the update was skipped. For a phase
             without its turn in the step: those of its last one.
-        losses: of each phase that had its turn, by name; empty where the job has none.
+        losses: of each phase in its turn, by name; empty if the job has none.
     """
 
     loss: float
@@ -51,15 +51,14 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """What one process held of one tensor at one moment.
+    """One process's part of one tensor at one moment.
 
     Attributes:
-        piece: which part of the whole tensor.
+        piece: the part of the whole tensor.
         digest: of the bytes of its values.
         shape: of the whole tensor.
-        values: on the host, where they had to be kept: of the first process with this piece, and of those that had
-            other bytes than it.
-        differs_by: by how much each further copy of it in the same process differs, relative to it.
+        values: on the host, if they were kept: by the first process with this piece, and by those with other bytes.
+        differs_by: relative differences of further copies in the same process.
     """
 
     piece: Piece
@@ -71,12 +70,12 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord:
-    """What one process of a plan told, of itself where ``RunRecord`` has the same.
+    """The record of one process of a plan, beside the common ``RunRecord``.
 
     Attributes:
-        replica: which of the replicas that step by themselves it is of.
+        replica: of this process, among independent replicas.
         ids: samples of its part of the first batch.
-        copies: moment → kind and name (``value.<parameter>``) → what it held.
+        copies: moment → kind and name (``value.<parameter>``) → its copy.
     """
 
     steps: list[StepRecord]
@@ -89,31 +88,31 @@ class RankRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run gave; tensors are whole.
+    """The record of a run; tensors are whole.
 
-    A loop that is not Phalanx's gives the fields that it knows, ``steps`` and ``values`` at least.
+    A loop that is not Phalanx's fills the fields it knows, ``steps`` and ``values`` at least.
 
     Attributes:
         steps: of each optimizer step, in order.
         values: moment (``start``, ``first``, ``end``) → parameter → its value. ``first``: after the first update;
-            ``average``: of the averaged weights, where a job has them and they are known.
-        reduced: step → parameter → gradient of the global batch divided by its count, before clipping. Of the first
-            steps all; of later ones those of parameters that had none, or only zeros, before.
+            ``average``: the averaged weights, if a job has them and they are known.
+        reduced: step → parameter → gradient of the global batch divided by its count, before clipping. For the first
+            steps all; for later ones those of parameters that had none, or only zeros, before.
         used: step → parameter → gradient as the optimizer got it, after clipping.
-        noise: key of a result → how far it moves where weights change in their last place; of a reference.
+        noise: key of a result → its movement when weights change in their last place; of a reference.
         buffers: moment → buffer → its value.
         state: moment (``first``, ``end``) → ``<parameter>.<key>`` → tensor of the optimizer's state.
-        numbers: moment → ``<parameter>.<key>`` → what the optimizer keeps that is one number, such as ``step``.
-        options: parameter → the options of its group that are numbers, but for the learning rate.
+        numbers: moment → ``<parameter>.<key>`` → a number of the optimizer's state, such as ``step``.
+        options: parameter → the numeric options of its group, without the learning rate.
         evaluations: steps taken → ``loss``, ``samples``, ``metrics`` of an evaluation.
         saved: the last checkpoint, read back: ``model.<name>``, ``optimizer.<parameter>.<key>`` → tensor.
-        loaded: the same after one device has taken it up; empty where that was not tried.
-        ids: sample numbers of the first step, where the reference knows them.
-        notes: what the run said that it does not keep of one device's result.
-        ranks: what each process told, in rank order; empty where there is only one and nothing to compare it with.
-        workers: of each worker of servers, moment → kind and name → what it was sent.
-        traces: of each process, what passed the modules in the first step; only where they were asked for.
-        auxiliary: of parameters that choose experts, the gradients that come to them by no expert; likewise.
+        loaded: the same after one device has loaded it; empty if that was not tried.
+        ids: sample numbers of the first step, if the reference knows them.
+        notes: the run's notes on differences from one device.
+        ranks: of each process, in rank order; empty for a single one without anything to compare.
+        workers: of each worker of servers, moment → kind and name → the received copy.
+        traces: of each process, the traffic of modules in the first step, on request.
+        auxiliary: of parameters that choose experts, the gradients without those through experts; on request.
     """
 
     steps: list[StepRecord]
@@ -141,12 +140,12 @@ class RunRecord:
 
     @property
     def gradients(self) -> Tensors:
-        """Of the first step, before clipping."""
+        """Return the gradients of the first step, before clipping."""
         return self.reduced.get(0, {})
 
     @property
     def last_gradient(self) -> tuple[str, int] | None:
-        """The parameter that was the last to have a gradient other than zeros, and in which step."""
+        """Return the parameter that was the last to get a nonzero gradient, and its step."""
         first: dict[str, int] = {}
         for step, grads in sorted((self.reduced or self.used).items()):
             for name in (name for name, grad in grads.items() if name not in first and bool(grad.any())):
@@ -155,13 +154,13 @@ class RunRecord:
 
     @cached_property
     def never(self) -> list[str]:
-        """Trained parameters that had no gradient but zeros in any step."""
+        """Return trained parameters without a nonzero gradient in any step."""
         steps = (self.reduced or self.used).values()
         had = {name for grads in steps for name, grad in grads.items() if bool(grad.any())}
         return [name for name in self.options if name not in had]
 
     def fingerprints(self, when: str) -> list[Fingerprints]:
-        """Of each process, of what it held at a moment: ``start``, ``gradients`` (of the first step), ``end``."""
+        """Return each process's fingerprints at a moment: ``start``, ``gradients`` (of the first step), ``end``."""
         kind, moment = ("gradient", "reduced-0") if when == "gradients" else ("value", when)
         whole = self.gradients if kind == "gradient" else self.values[moment]
         found: list[Fingerprints] = [{} for _ in self.ranks]
@@ -175,9 +174,9 @@ class RunRecord:
 
 
 def record_of(answers: list[dict[str, Any]], folder: Path, first: int = 0, after: int = 0) -> RunRecord:
-    """The record of a run whose processes gave ``answers``, in order from rank ``first`` on, written to ``folder``.
+    """Assemble the record from ``answers`` of processes, in order from rank ``first`` on, and files in ``folder``.
 
-    In the first ``after`` steps replicas that step by themselves tell of the whole batch, later of their own part.
+    In the first ``after`` steps independent replicas report the whole batch, later their own part.
     """
     moments: dict[str, list[dict[str, Copy]]] = {}
     whole: dict[str, dict[str, Tensor]] = {}
@@ -214,7 +213,7 @@ def record_of(answers: list[dict[str, Any]], folder: Path, first: int = 0, after
 
 
 def workers_of(answers: list[dict[str, Any]]) -> list[Mapping[str, Mapping[str, Copy]]]:
-    """What each worker of servers was sent."""
+    """Return the copies received by each worker of servers."""
     return [{moment: _copies(told, {}) for moment, told in answer["moments"].items()} for answer in answers]
 
 

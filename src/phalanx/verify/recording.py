@@ -1,4 +1,4 @@
-"""Looks on while a plan trains: what each process holds, as digests, and every part of every tensor once."""
+"""A recorder of a training run: each process's tensors as digests, and every part of every tensor once."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ GRADIENT_STEPS = 3
 
 
 class Recording(Observer):
-    """One process's side of a record; ``answer`` is what it tells as JSON, tensors go to files in ``folder``.
+    """One process's part of a record; ``answer`` is its JSON, tensors go to files in ``folder``.
 
-    Processes tell each other the digest of what they hold. The first that holds a part of a tensor keeps its values,
-    and so does every other one whose digest differs.
+    Processes exchange digests of their tensors. The first with a part of a tensor keeps its values, and so does every
+    other one whose digest differs.
     """
 
     listens = True

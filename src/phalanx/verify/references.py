@@ -1,4 +1,4 @@
-"""What a plan is held against, and what a proof has to know of a model before it runs it."""
+"""The reference run for plans, and facts about a model needed before a proof."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _MOMENTS = ("values", "buffers", "reduced", "used")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceRun:
-    """How the run on one device is made that plans are held against.
+    """The settings of the run on one device.
 
     Attributes:
-        against: a loop of the user's own, in place of the plain loop that the job is turned into.
+        against: a user's own loop, in place of the job's plain loop.
     """
 
     precision: Precision = "fp32"
@@ -49,17 +49,17 @@ class ReferenceRun:
 
     @property
     def plan(self) -> Plan:
-        """One device."""
+        """Return the plan of one device."""
         return Plan(precision=self.precision, device=self.device)
 
     def record(self, job: Job, steps: tuple[int, int], folder: Path, watch: Watch = None) -> RunRecord:
-        """What the loop gives: the plain one of ``job``, or the user's own.
+        """Return the record of the loop: the plain one of ``job``, or the user's own.
 
-        It takes the first number of ``steps``; the plain one goes on, to the second at most, until each parameter had a
-        gradient.
+        It takes the first number of ``steps``; the plain one continues, at most to the second, until each parameter had
+        a gradient.
 
         Raises:
-            WorkerError: if the loop failed, or did not give what it must.
+            WorkerError: if the loop failed, or returned a wrong type.
         """
         asked, most = steps
         given = proven(job, asked, None if self.against else most)
@@ -174,9 +174,9 @@ def _by_step(grads: Mapping[str, dict[str, Tensor]]) -> dict[int, dict[str, Tens
 
 
 def small_copy(job: Job, plan: Plan) -> Job:
-    """Return ``job`` with fewer layers: of each run of modules of one class and size in a list, the first two.
+    """Return ``job`` with fewer layers: the first two of each run of equal modules in a list.
 
-    Under ``plan`` with more stages as many as these. ``job.initial`` is left out: the model draws its values.
+    If ``plan`` has more stages, as many as these. ``job.initial`` is left out: the model draws its values.
     """
     least = max(2, plan.pp * plan.stages)
 
@@ -205,7 +205,7 @@ _PATIENCE = 600.0  # seconds to build a model in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """Of one model.
+    """Facts about one model.
 
     Attributes:
         dropouts: names of modules that drop elements.
@@ -226,7 +226,7 @@ class ModelFacts:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the user before a proof."""
+        """Return notes for the user before a proof."""
         found: list[str] = []
         if names := self.dropouts:
             many = f"{len(names)} modules, {names[0]} the first"
@@ -238,10 +238,10 @@ class ModelFacts:
 
 
 def facts_of(job: Job) -> ModelFacts:
-    """The facts of the job's model, which a process of its own builds: this one is to stay as it was.
+    """Return facts about the job's model, built in a process of its own.
 
-    Building draws random numbers, and may touch CUDA, which workers are forked without. Of a model that cannot be
-    built, nothing: the run says why.
+    Building draws random numbers, and may initialise CUDA, which workers cannot be forked with. Empty for a model that
+    cannot be built: the run shows its error.
     """
 
     def work(send: Send) -> None:
