@@ -1,4 +1,4 @@
-"""An independent witness: the plain PyTorch loop that a job is turned into, and a user's own loop.
+"""An independent reference: the plain PyTorch loop of a job, and a user's own loop.
 
-Nothing in this folder imports what a proof judges: of Phalanx only what people write (``phalanx.config``) and errors.
+This folder imports nothing that a proof judges: only ``phalanx.config`` and errors.
 """

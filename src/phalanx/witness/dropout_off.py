@@ -12,10 +12,10 @@ from torch import nn
 
 @contextmanager
 def dropout_off() -> Generator[None]:
-    """Within, every dropout of torch's functional interface is the identity; training mode otherwise stays on.
+    """Make every dropout of torch's functional interface the identity; training mode otherwise stays on.
 
-    Modules call these functions, so that theirs is off as well. Recurrent layers drop in compiled code, at the rate of
-    their attribute ``dropout``, which reads as zero.
+    Modules call these functions, so theirs is off as well. Recurrent layers drop in compiled code, at the rate of their
+    attribute ``dropout``, which reads as zero.
     """
     functional: Any = torch.nn.functional
 

@@ -20,7 +20,7 @@ from phalanx.witness.parts import Part
 def evaluated(
     job: Job, model: nn.Module, part: Part, data: Any, *, device: torch.device, half: torch.dtype | None
 ) -> dict[str, Any]:
-    """``loss``, ``samples`` and ``metrics`` over ``data``, with the loss of ``part``."""
+    """Return ``loss``, ``samples`` and ``metrics`` over ``data``, with the loss of ``part``."""
     sums: dict[str, list[float]] = {}
     once: dict[str, list[Metric]] = {}
     seen = 0
@@ -65,10 +65,10 @@ def _computed(name: str, metrics: list[Metric]) -> dict[str, float]:
 
 
 def sum_and_count(results: Sequence[tuple[Any, int]]) -> tuple[Any, Any]:
-    """Return the sum of a loss and its count, over micro-batches: of each what the loss gave, and its samples.
+    """Return the sum of a loss and its count, from each micro-batch's result and samples.
 
-    A plain mean over the samples is a sum over them divided by their number; of several losses, their weighted means
-    add up, and count as the first does.
+    A plain mean over the samples is a sum over them divided by their number; for several losses, their weighted means
+    add up, with the first one's count.
     """
     first = results[0][0]
     if named := by_name(first):
@@ -80,7 +80,7 @@ def sum_and_count(results: Sequence[tuple[Any, int]]) -> tuple[Any, Any]:
 
 
 def by_name(result: Any) -> Mapping[str, Any]:
-    """The losses that a job has by name."""
+    """Return the losses of a job by name."""
     return result.losses if isinstance(result, NamedLosses) else {}
 
 
@@ -91,7 +91,7 @@ def _total(loss: Any, means: dict[str, float]) -> float:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """A batch with its tensors there."""
+    """Return a batch with its tensors on ``device``."""
     if device.type == "cpu" and not isinstance(value, Tensor):
         return value
     held = dict(value) if isinstance(value, Mapping) else value  # mappings of a kind of their own are no trees

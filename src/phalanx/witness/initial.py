@@ -13,7 +13,7 @@ from phalanx.config import Job, Pretrained
 
 
 def initial_model(job: Job) -> nn.Module:
-    """The model that the job builds, with the values of ``job.initial`` where it has one."""
+    """Return the job's model, with the values of ``job.initial`` if it has one."""
     model: nn.Module = job.model()
     for part in model.modules():
         config: Any = getattr(part, "config", None)

@@ -1,13 +1,12 @@
-"""A training loop that the user wrote, without Phalanx, run beside a plan and looked at from outside.
+"""A user's own training loop without Phalanx, run beside a plan and observed from outside.
 
-The loop is a function. Of ``steps``, ``model`` and ``samples`` it is given those that it names:
+The loop is a function with any of these arguments:
 
-- ``steps``: how many optimizer steps to take;
-- ``model``: the job's model with its initial values, in training mode, on the device;
-- ``samples``: the sample numbers of each step's global batch, in order: ``samples[step]``.
+- ``steps``: number of optimizer steps to take; - ``model``: the job's model with its initial values, in training mode,
+on the device; - ``samples``: the sample numbers of each step's global batch, in order: ``samples[step]``.
 
-It yields the loss of each step, or gives them back as ``losses``; what it gives back at the end is the model, or a dict
-with ``losses`` and ``model``. What the optimizer does is seen by torch's own hooks, whatever optimizer it is.
+It yields the loss of each step, or returns them as ``losses``; at the end it returns the model, or a dict with
+``losses`` and ``model``. Any optimizer is observed by torch's own hooks.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ class OwnLoop:
     function: Callable[..., Any]
 
     def run(self, job: Job, steps: int, device: torch.device) -> Witness:
-        """Run the loop and look on. It seeds the global generators, and so belongs into a process of its own.
+        """Run the loop and observe it. It seeds the global generators, and needs a process of its own.
 
         Raises:
-            ValueError: if the loop does not give what it must.
+            ValueError: if the loop returns a wrong type.
         """
         samples.seed_everything(samples.stream_seed(job.seed, 0))
         asked = inspect.signature(self.function).parameters

@@ -1,4 +1,4 @@
-"""What a plain loop updates in a step: one model with one optimizer, or, of a job with phases, each with its own.
+"""The updates of a plain loop's step: one model with one optimizer, or, for a job with phases, each with its own.
 
 Beside it the average of the weights, written out: of whole tensors, one by one.
 """
@@ -23,10 +23,10 @@ class Part:
     """One update of a step.
 
     Attributes:
-        name: of the phase; empty where the job has none.
+        name: of the phase; empty if the job has none.
         trained: the parameters that it updates, by name.
         schedule: of torch's, stepped with every step of the run, whether the part has its turn in it or not.
-        words: what its random numbers are drawn by, beside the step.
+        words: key of its random numbers, beside the step.
         every: it has its turn in the steps ``k`` with ``k % every == 0``.
     """
 
@@ -40,7 +40,7 @@ class Part:
     every: int = 1
 
     def call(self, model: nn.Module, batch: Any) -> Any:
-        """The output: the model's arguments are those of ``inputs``, or what forward names, or the batch."""
+        """Return the output: the model's arguments are those of ``inputs``, or forward's names, or the batch."""
         taken, rest, wrapped = list[str](), True, model
         while rest:  # an adapter hands on what it does not name itself
             given = list(inspect.signature(type(wrapped).forward).parameters.values())[1:]
@@ -63,7 +63,7 @@ class Part:
 
 
 def parts_of(job: Job, model: nn.Module, factor: Callable[[Schedule], Any]) -> list[Part]:
-    """The updates of a step of ``job``, in order; ``factor`` gives that on learning rates, as ``LambdaLR`` takes it."""
+    """Return the updates of a step of ``job``, in order; ``factor`` makes the learning-rate factor for ``LambdaLR``."""
     parameters: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
     if not job.phases:
         optimizer, schedule = _made(job.optimizer, parameters, job.lr_schedule, factor)
@@ -110,7 +110,7 @@ class _Named(list[Tensor]):
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """A sparse tensor with its zeros."""
+    """Return a sparse tensor with its zeros."""
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
@@ -134,7 +134,7 @@ def clip(how: float | Clip, part: Part, norm: Tensor) -> None:
 
 
 class PlainAverage:
-    """The average of the parameters of ``model``, and its buffers as they were when that was made last."""
+    """The average of the parameters of ``model``, with its buffers at the last averaging."""
 
     def __init__(self, how: Average, model: nn.Module) -> None:
         self._how, self._model, self._made = how, model, 0
@@ -142,7 +142,7 @@ class PlainAverage:
 
     @torch.no_grad()
     def stepped(self, taken: int) -> None:
-        """The update that makes ``taken`` steps was made."""
+        """Include the weights after ``taken`` steps, if it is time."""
         how = self._how
         if taken < max(how.start, 1) or (taken - how.start) % how.every:
             return
@@ -154,12 +154,12 @@ class PlainAverage:
         self._values |= {name: tensor.clone() for name, tensor in self._model.named_buffers()}
 
     def copies(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Its values of these names, on the host; none before it has begun."""
+        """Return its values of these names, on the host; empty before it has begun."""
         return {name: self._values[name].detach().cpu().clone() for name, _ in named if name in self._values}
 
     @contextmanager
     def evaluated(self) -> Generator[None]:
-        """Around an evaluation: the model has the averaged weights, if there are any and they are to be evaluated."""
+        """Put the averaged weights into the model for an evaluation, if there are any and they are wanted."""
         if not (self._made and self._how.evaluate):
             yield
             return

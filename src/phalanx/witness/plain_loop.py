@@ -1,9 +1,9 @@
-"""The plain PyTorch loop that a job stands for, written by hand: what a proof holds Phalanx against.
+"""The plain PyTorch loop of a job, written by hand: the reference of a proof.
 
 Forward, backward and update of the whole global batch on one device: ``torch.utils.data.DataLoader``, autograd,
 ``torch.nn.utils``, the optimizer as the job builds it, ``torch.optim.lr_scheduler``, ``torch.autocast`` and
-``torch.amp.GradScaler``. No micro-batches, no ranks, no shards, and no line of Phalanx's own training. Of a job it
-calls the user's functions and reads the rest as plain data.
+``torch.amp.GradScaler``. No micro-batches, no ranks, no shards, and no line of Phalanx's own training. It calls a job's
+user functions and reads the rest as plain data.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ Batches = list[tuple[list[int], Any]]
 
 @dataclass(kw_only=True)
 class Witness:
-    """What a plain loop gave. Tensors are whole, on the host, by the names the model gives them.
+    """The result of a plain loop. Tensors are whole, on the host, by the model's names.
 
-    Lists are over the steps: ``losses`` (sum over count of the global batch), ``counts`` (what that was divided by; the
-    samples for a loss that is a mean), ``norms`` (of all gradients, before clipping), ``skipped`` updates of fp16, the
-    ``rates`` of each parameter, the numbers of the ``samples``, in order, and ``epochs``; of a job with phases those of
-    the first, and ``phases`` has the loss of each by name. Moments are ``start``, before the first step, ``first``,
-    after its update, and ``end``.
+    Lists are over the steps: ``losses`` (sum over count of the global batch), ``counts`` (its divisor; the samples for
+    a mean), ``norms`` (of all gradients, before clipping), ``skipped`` updates of fp16, the ``rates`` of each
+    parameter, the numbers of the ``samples``, in order, and ``epochs``; for a job with phases those of the first, and
+    ``phases`` has the loss of each by name. Moments are ``start``, before the first step, ``first``, after its update,
+    and ``end``.
 
     Attributes:
         reduced: step → parameter → gradient of the loss, before clipping; ``used``: as the optimizer got it.
-        state: moment (``first``, ``end``) → parameter → what the optimizer keeps of it.
-        options: parameter → the options of its group but for the learning rate.
+        state: moment (``first``, ``end``) → parameter → its optimizer state.
+        options: parameter → the options of its group without the learning rate.
         evaluations: steps taken → ``loss``, ``samples`` and ``metrics``.
         drew: whether a forward has drawn random numbers.
-        batches: epoch, and (sample numbers, batch) of the micro-batches, of each step; where a run is to be varied.
+        batches: epoch, and (sample numbers, batch) of the micro-batches, of each step; for a run to be varied.
     """
 
     losses: list[float] = field(default_factory=list[float])
@@ -91,9 +91,9 @@ class Witness:
     ) -> Witness:
         """Train ``job`` for ``steps`` steps, or as many as it has.
 
-        With ``most`` it goes on from there, so far at most, until each parameter has had a gradient other than zeros.
+        ``most``: continue, at most so far, until each parameter has had a nonzero gradient.
 
-        It seeds the global generators of torch, numpy and Python, and so belongs into a process of its own.
+        It seeds the global generators of torch, numpy and Python, and needs a process of its own.
 
         Raises:
             ValueError: if ``why_not`` names a reason, or the data end before the first step.
@@ -105,7 +105,7 @@ class Witness:
 
 
 def why_not(job: Job, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """Why ``job`` cannot be turned into a plain loop, in one sentence; empty where it can."""
+    """Return the reason why ``job`` has no plain loop, in one sentence, or ""."""
     if optimizer is not None:
         first = next(iter(list(inspect.signature(type(optimizer).step).parameters.values())[1:]), None)
         if first is not None and first.default is inspect.Parameter.empty:
@@ -320,7 +320,7 @@ def _groups(part: Part) -> dict[str, dict[str, Any]]:
 
 
 def rates(schedule: Schedule, batch: int, total: int) -> Any:
-    """The factor on every learning rate, by step, as ``LambdaLR`` takes it."""
+    """Return the factor on every learning rate, by step, for ``LambdaLR``."""
     warmup = schedule.warmup_samples / batch if schedule.warmup_samples else float(schedule.warmup_steps)
     end = float(total if schedule.total_steps is None else schedule.total_steps)
 
@@ -350,5 +350,5 @@ def _copied(tensors: Any) -> Tensors:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy on the host."""
+    """Return a copy on the host."""
     return tensor.detach().to("cpu", copy=True).contiguous()

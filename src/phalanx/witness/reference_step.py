@@ -1,7 +1,7 @@
-"""The first step of a job on one device, and whether what ranks computed in theirs is the same but for rounding.
+"""The first step of a job on one device, and its comparison with the ranks' first step.
 
 The plain loop takes the step, and twice more with each weight changed in its last place (``witness.rounding``). Ranks
-send products of what they hold with random signs, so that little travels: the expected square of such a product is the
+send products of their parts with random signs, so that little is sent: the expected square of such a product is the
 square of the norm (Achlioptas 2003).
 """
 
@@ -40,8 +40,8 @@ def take_first_step(
 ) -> Iterator[dict[str, Any]]:
     """Take it on ``device``, learning rates times ``lr_scale``; tensors go to ``file``; ``cut``: see ``Variation``.
 
-    Gives the rest as JSON: first without noise, which is 0 there, then with it; ``without`` says why there is nothing.
-    It seeds the global generators, and so belongs into a process of its own.
+    Yields the rest as JSON: first without noise, which is 0 there, then with it; ``without`` has the reason if there is
+    none. It seeds the global generators, and needs a process of its own.
     """
     from phalanx.witness.plain_loop import Witness, why_not  # of no use to the process that judges
 
@@ -87,7 +87,7 @@ def take_first_step(
 
 
 def sample_digests(ids: Sequence[int], batch: Any) -> dict[str, str]:
-    """Number of each sample → a digest of its rows of a batch, after their shapes; of entries with a row a sample."""
+    """Map sample number to a digest of its rows of a batch, after their shapes."""
     dense = [one for one in tree_leaves(batch) if isinstance(one, Tensor) and one.layout == torch.strided]
     rows = [one for one in dense if not one.is_nested and one.shape[:1] == (len(ids),) and one.numel()]
     shapes = " ".join(str(tuple(one.shape[1:])) for one in rows)
@@ -102,7 +102,10 @@ def sample_digests(ids: Sequence[int], batch: Any) -> dict[str, str]:
 @final
 @dataclass(frozen=True, slots=True)
 class FirstStepOfOne:
-    """What ``take_first_step`` gave: ``answer``, and ``tensors`` by kind and name, such as ``gradient.0.weight``."""
+    """The result of ``take_first_step``:
+
+    ``answer``, and ``tensors`` by kind and name, such as ``gradient.0.weight``.
+    """
 
     answer: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -114,7 +117,7 @@ class FirstStepOfOne:
         return cls(answer, load(file.read()), precision)
 
     def other_data(self, ranks: Sequence[Mapping[str, str]]) -> str:
-        """The first sample that a rank has another of, in words; ``ranks``: of each rank its ``sample_digests``."""
+        """Return the first sample that differs on a rank, in words; ``ranks``: each rank's ``sample_digests``."""
         mine = self.answer["samples"]
         for rank, told in enumerate(ranks):
             for number, digest in told.items():
@@ -124,7 +127,7 @@ class FirstStepOfOne:
         return ""
 
     def judged(self, kind: Kind, loss: float, ranks: Sequence[Mapping[str, Any]]) -> tuple[str, float, float]:
-        """What differs in words, if anything does; how far all tensors are apart, and may be, relative to their norm.
+        """Return the difference in words, if any, and all tensors' actual and allowed distance, relative.
 
         ``ranks``: of each rank, name → its part of the tensor, and ``signed`` of that part.
         """
@@ -173,9 +176,9 @@ class FirstStepOfOne:
 
 
 def signed(values: Tensor, cuts: Piece, shape: Sequence[int]) -> list[float]:
-    """Sums of ``values``, the part ``cuts`` of a tensor of that ``shape``, each with random signs of its own.
+    """Return sums of ``values``, the part ``cuts`` of a tensor of that ``shape``, each with its own random signs.
 
-    A sign is the product of one for each place in each dimension: it is the same wherever an element is held.
+    A sign is the product of one for each place in each dimension, so it is the same on any rank that holds the element.
     """
     found, there = values.double(), dict(cuts)
     for dim in range(len(shape) - 1, -1, -1):
@@ -186,7 +189,7 @@ def signed(values: Tensor, cuts: Piece, shape: Sequence[int]) -> list[float]:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """On the host, dense; a complex number as two."""
+    """Return the tensor on the host, dense; a complex number as two."""
     tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu()
 
@@ -209,7 +212,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def piece_of(tensor: Tensor, holding: Any) -> Piece:
-    """Which part of the whole this rank has in ``tensor``; ``holding``: its ``TensorShard``, ``None`` where not cut."""
+    """Return this rank's part of the whole in ``tensor``; ``holding``: its ``TensorShard``, or ``None``."""
     placed = holding.placed if holding is not None else ()
     ranges: dict[int, Ranges] = {one.dim: one.cut.expanded()[one.axis.rank] for one in placed}
     if chunks := getattr(tensor, "__create_chunk_list__", None):
@@ -233,7 +236,7 @@ def _within(ranges: Ranges, start: int, stop: int) -> Ranges:
 
 
 def cut_out(whole: Tensor, piece: Piece) -> Tensor:
-    """That part of ``whole``."""
+    """Return that part of ``whole``."""
     for dim, ranges in piece:
         runs = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
         whole = torch.cat(runs, dim) if runs else whole.narrow(dim, 0, 0)

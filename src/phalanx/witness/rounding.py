@@ -1,7 +1,7 @@
-"""Rounding measured on the job itself: how far its results move when each weight changes in its last place.
+"""Rounding measured on the job itself: the movement of its results when each weight changes in its last place.
 
-Two orders of the same sums differ by rounding. How far that moves a result depends on the model: on terms that cancel,
-on the steps taken, on an optimizer that makes a whole step of a gradient that is zero but for rounding. No formula
+Two orders of the same sums differ by rounding. The effect on a result depends on the model: on terms that cancel, on
+the number of steps, on an optimizer that makes a whole step of a gradient that is zero except for rounding. No formula
 covers all of it. So the plain loop runs again on the same batches with each weight times 1 ± one unit in its last
 place, drawn at random (compare Monte Carlo arithmetic, Parker 1997). The largest movement of ``DRAWS`` runs is the
 noise of a result; a plan may differ by ``TIMES`` that, plus a floor. Sound plans stay below 2 times the noise.
@@ -46,7 +46,7 @@ def spread(count: int) -> float:
 @final
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """A run of the plain loop beside another.
+    """A variation of the plain loop's run.
 
     Attributes:
         lr_scale: factor on all learning rates.
@@ -55,7 +55,7 @@ class Variation:
         first_step: take one step, and do not evaluate.
         times: backward runs on the loss times this, by which gradients are divided again; not in fp16.
         batches: epoch, and (sample numbers, batch) of the micro-batches, of each step; None reads them, and keeps them.
-        evaluation: evaluation data, where ``batches`` are given.
+        evaluation: evaluation data, if ``batches`` are given.
         cut: (model, samples in a batch) → ranges [start, stop) of its micro-batches; empty: it is taken whole.
     """
 

@@ -1,7 +1,7 @@
-"""Which samples a step holds, and what random numbers it draws, worked out from the rules in the documentation.
+"""The samples of each step, and its random numbers, worked out from the rules in the documentation.
 
-The rules are those of ``docs/explanation/global-batch.md`` ("Exactly, for another program"), in whole numbers of
-Python: nothing of the loader, the sampler or the step is called. It is slow (some microseconds a sample) and simple.
+The rules are those of ``docs/explanation/global-batch.md`` ("Exactly, for another program"), in Python integers: no
+code of the loader, the sampler or the step is called. It is slow (some microseconds a sample) and simple.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def splitmix64(state: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014, figure 15)."""
+    """Return the finaliser of SplitMix64 (Steele, Lea, Flood 2014, figure 15)."""
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _64
     state = (state ^ state >> 27) * 0x94D049BB133111EB & _64
     return state ^ state >> 31
 
 
 def stream_seed(*words: int) -> int:
-    """The seed of what is drawn in forward: words are the job's seed, step, micro-batch and part."""
+    """Return the seed of forward's random numbers: words are the job's seed, step, micro-batch and part."""
     state = 0
     for word in words:
         state = splitmix64(state + _GOLDEN + word & _64)
@@ -38,13 +38,13 @@ def stream_seed(*words: int) -> int:
 
 
 def sample_seed(seed: int, epoch: int, sample: int) -> int:
-    """The seed of what one sample draws while it is read."""
+    """Return the seed of one sample's random numbers while it is read."""
     digest = hashlib.blake2b(f"({seed}, {epoch})".encode(), digest_size=8, person=b"phalanx.sample").digest()
     return splitmix64(int.from_bytes(digest, "little") + (sample + 1) * _GOLDEN & _64)
 
 
 def seed_everything(seed: int) -> None:
-    """Torch's, numpy's and Python's generators."""
+    """Seed torch's, numpy's and Python's generators."""
     torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
@@ -84,7 +84,7 @@ class KeyedOrder:
 
 
 class GlobalBatches(Sampler[list[int]]):
-    """What a ``DataLoader`` takes as ``batch_sampler``: the sample numbers of each step of one epoch."""
+    """The ``batch_sampler`` for a ``DataLoader``: the sample numbers of each step of one epoch."""
 
     def __init__(self, length: int, batch: int, order: KeyedOrder | list[int] | None, drop_last: bool) -> None:
         self._length, self._batch, self._order, self._drop_last = length, batch, order, drop_last
@@ -111,7 +111,7 @@ class Seeded(Dataset[Any]):
         return len(self._data)
 
     def __getitems__(self, samples: list[int]) -> list[Any]:
-        """The samples of a batch; those of data that read many at once as one thing that is a batch already."""
+        """Return the samples of a batch, or a batch from data that read many at once."""
         if self._own_collate or (self._at_once and self._draws):
             self.plant(samples[0])
         if _kind(self._data)[0] == "phalanx" and hasattr(self._data, "seeded"):  # it draws for several at a time
@@ -138,7 +138,7 @@ def is_stream(data: Any) -> bool:
 
 
 def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[int], Any]]]]:
-    """Epoch after epoch without end: its number, and the (sample numbers, batch) of its steps."""
+    """Yield each epoch's number and the (sample numbers, batch) of its steps, without end."""
     if changes(data, job):
         for epoch, batches in _changing_epochs(data, job):
             yield epoch, _transformed(job, epoch, loaded(data, job, epoch, batches))
@@ -155,7 +155,7 @@ def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[in
 
 
 def numbers(data: Any, job: Any, steps: int) -> list[list[int]]:
-    """The sample numbers of each of the first steps, of data that can be read in any order."""
+    """Return the sample numbers of each of the first steps, for data that can be read in any order."""
     found: list[list[int]] = []
     plain = ((epoch, _global_batches(data, job, epoch)) for epoch in count())
     epochs = _changing_epochs(data, job) if changes(data, job) else plain
@@ -165,7 +165,7 @@ def numbers(data: Any, job: Any, steps: int) -> list[list[int]]:
 
 
 def steps_of_epochs(data: Any, job: Any, epochs: int) -> int:
-    """Steps in so many passes over data that can be read in any order."""
+    """Return the steps in so many passes over data that can be read in any order."""
     if changes(data, job):
         return sum(len(batches) for _, batches in islice(_changing_epochs(data, job), epochs))
     length = len(data) if job.sampler is None else len(_own_order(job, 0))
@@ -245,7 +245,7 @@ def _own_order(job: Any, epoch: int) -> list[int]:
 
 
 def in_order(data: Any, job: Any) -> Iterator[tuple[list[int], Any]]:
-    """Each sample once, in order, as an evaluation reads them."""
+    """Yield each sample once, in order, as an evaluation reads them."""
     return loaded(data, job, 0, GlobalBatches(len(data), job.batch, None, drop_last=False))
 
 
