@@ -1,4 +1,4 @@
-"""Kinds of devices: what Phalanx asks of one, the registry, and a file for each kind in ``kinds``."""
+"""Kinds of devices: their interface, the registry, and a file for each kind in ``kinds``."""
 
 from phalanx.device_kinds.interface import DeviceKind, DeviceMemory
 from phalanx.device_kinds.registry import (

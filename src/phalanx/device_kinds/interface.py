@@ -1,4 +1,4 @@
-"""What Phalanx asks of a kind of device. Read without torch: who asks for a tensor, a stream or a number loads it."""
+"""The interface of a kind of device. It is read without torch: functions that need torch import it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """The memory of the device that this process uses, in bytes.
+    """The memory of this process's device, in bytes.
 
     Attributes:
-        peak: most that tensors have taken at one time; ``allocated``: that they take now.
-        reserved: that the allocator holds, for tensors and to use again.
-        free: that nobody holds; ``total``: of the device.
+        peak: most taken by tensors at one time; ``allocated``: taken by tensors now.
+        reserved: held by the allocator, for tensors and to use again.
+        free: held by no process; ``total``: of the device.
     """
 
     peak: int
@@ -31,7 +31,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionKernels:
-    """Which fused kernels of attention torch has on a device, and may use: its switches rule all devices.
+    """The fused kernels of attention that torch has on a device, and may use: its switches rule all devices.
 
     Attributes:
         flash: for half precision, and on the host for all floating point types; ``efficient``: for fp32, too.
@@ -48,17 +48,17 @@ class DeviceKind(ABC):
     """One kind of device.
 
     Attributes:
-        name: as plans say it (``device=NAME``) and run folders keep it.
+        name: in plans (``device=NAME``) and run folders.
         label: before "device", in messages.
-        hardware: kinds of the catalog and of cluster files whose devices these are; one that torch calls otherwise
-            than their maker stands beside the kind's own name.
-        torch_type: of the ``torch.device``, which torch's functions go by.
-        automatic: ``device=auto`` takes it where each replica can have a device of its own.
+        hardware: kinds of the catalog and of cluster files with such devices; a maker's name beside the kind's own, if
+            torch uses another one.
+        torch_type: of the ``torch.device``, used by torch's functions.
+        automatic: ``device=auto`` takes it if each replica can have its own device.
         on_host: it computes with the host's cores, in the host's memory.
         most: devices of it that one run may have; ``None``: any number.
-        streams: work is queued there, on streams, and its end is told by events. Else it is done once a call returns,
-            or torch waits where a value is read.
-        pinned: copies from pinned memory of the host go on by themselves.
+        streams: work is queued on streams, and events report its end. Else it is done once a call returns, or torch
+            waits when a value is read.
+        pinned: copies from pinned memory of the host run by themselves.
         in_order: a process group tells messages between two ranks apart by their order alone.
         shared: one process may compute on several.
         forks: workers may be forked from a process that has loaded torch and not begun to use one; else each is a
@@ -67,16 +67,16 @@ class DeviceKind(ABC):
         fitted: the constants of forecasts were fitted to measurements of devices of this name.
         compiles: ``torch.compile`` makes its kernels without the C++ compiler of the host.
         backend: for collectives of its tensors.
-        interfaces: environment variables that say over which network interfaces that backend goes.
-        lost_peer: a pattern of what that backend says when a peer is gone; empty where nobody knows.
-        light_way, heavy_ways: how user code asks for the devices without, and with, beginning to use one.
-        visible: the environment variable that leaves devices out; empty where there is none.
+        interfaces: environment variables that select the backend's network interfaces.
+        lost_peer: a pattern of the backend's message about a lost peer; may be empty.
+        light_way, heavy_ways: user code that asks for the devices without, and with, beginning to use one.
+        visible: the environment variable that leaves devices out; may be empty.
         listing: a program that prints, as JSON, a list with the name and the bytes of memory of each device here.
         versions: the kind's name (its version in ``torch.version``) and its backend → words for their versions, which
-            hosts of one run should have alike; empty where hosts are not asked.
-        pod_resource: what Kubernetes calls such a device, by its maker's plugin; empty where that is not known.
+            hosts of one run should have alike; empty if hosts are not asked.
+        pod_resource: Kubernetes' name of such a device, by its maker's plugin; may be empty.
         driver_tool: the program by which the driver lists its devices, and ``driver_reset`` the command that resets the
-            device ``{index}``, for messages; empty where there is none.
+            device ``{index}``, for messages; may be empty.
     """
 
     name: ClassVar[str]
@@ -108,44 +108,44 @@ class DeviceKind(ABC):
 
     @property
     def backends(self) -> str:
-        """As ``init_process_group`` takes it: tensors of the host go by gloo, which offload needs."""
+        """Return the backends for ``init_process_group``: host tensors go by gloo, which offload needs."""
         of_host = self.on_host or self.torch_type == "cpu"
         return self.backend if of_host else f"cpu:gloo,{self.torch_type}:{self.backend}"
 
     @abstractmethod
     def count(self) -> int:
-        """Devices of this machine, asked so that workers can still be forked from this process."""
+        """Return the devices of this machine, without keeping workers from being forked from this process."""
 
     def driver(self) -> tuple[int, str, str]:
         """Return how many devices the driver lists, its version, and its error."""
         return 0, "", ""
 
     def topology(self) -> str:
-        """How the devices of this machine are joined, as the driver prints it; empty where it does not."""
+        """Return the driver's text on the links between the devices of this machine, or ""."""
         return ""
 
     def missing(self) -> str:
-        """Why there can be none here, and what to install; empty where nothing is missing."""
+        """Return the reason why there can be none here, and the package to install, or ""."""
         return ""
 
     @abstractmethod
     def device(self, index: int) -> torch.device:
-        """The device of a worker that is the ``index``-th of its machine."""
+        """Return the device of the ``index``-th worker of its machine."""
 
     @abstractmethod
     def current(self) -> torch.device:
-        """The device that this process uses now."""
+        """Return the device that this process uses now."""
 
     def use(self, device: torch.device) -> None:
-        """Have this process use ``device``, which its collectives then take; nothing to do where there is one."""
+        """Make this process and its collectives use ``device``; a kind with one device ignores it."""
         return
 
     @abstractmethod
     def generator(self, device: torch.device) -> torch.Generator:
-        """The default stream of random numbers of ``device``."""
+        """Return the default stream of random numbers of ``device``."""
 
     def before_workers(self, machines: int, workers: int) -> None:
-        """Called in the process that starts ``workers`` on each of so many machines, before it does."""
+        """Prepare the process that starts ``workers`` on each of so many machines, before it does."""
         return
 
     def in_use(self) -> bool:
@@ -157,7 +157,7 @@ class DeviceKind(ABC):
         return False
 
     def asks_lightly(self) -> Mapping[str, str]:
-        """Environment variables under which user code may ask whether there is one without beginning to use it."""
+        """Return environment variables under which user code may ask for devices without using one."""
         return {}
 
     def synchronize(self) -> None:
@@ -165,35 +165,35 @@ class DeviceKind(ABC):
         return
 
     def event(self, *, timed: bool = False) -> torch.Event:
-        """What tells when work that is queued has ended, for kinds with ``streams``; not recorded yet."""
+        """Return a new event that reports the end of queued work, for kinds with ``streams``."""
         raise NotImplementedError(f"{self.label} has no events")
 
     def stream(self, device: torch.device) -> torch.Stream:
-        """A new stream of ``device``, for kinds with ``streams``."""
+        """Return a new stream of ``device``, for kinds with ``streams``."""
         raise NotImplementedError(f"{self.label} has no streams")
 
     def queued_on(self, stream: torch.Stream) -> AbstractContextManager[Any]:
-        """Work inside is queued on ``stream``."""
+        """Queue work in the block on ``stream``."""
         raise NotImplementedError(f"{self.label} has no streams")
 
     def current_stream(self, device: torch.device) -> torch.Stream:
-        """The stream of ``device`` that work is queued on, for kinds with ``streams``."""
+        """Return the stream of ``device`` on which work is queued, for kinds with ``streams``."""
         raise NotImplementedError(f"{self.label} has no streams")
 
     def memory(self) -> DeviceMemory | None:
-        """Of the device in use; ``None`` where it is the host's, or the kind does not tell."""
+        """Return the memory of the device in use; ``None`` for the host's, or if unknown."""
         return None
 
     def attention(self) -> AttentionKernels:
-        """The fused kernels of attention that ring attention may call."""
+        """Return the fused kernels of attention that ring attention may call."""
         return AttentionKernels()
 
     def attention_switches(self) -> tuple[bool, ...]:
-        """torch's switches that choose between kernels of attention, asked of the host's kind: they rule all."""
+        """Return torch's switches between kernels of attention, from the host's kind: they rule all."""
         return ()
 
     def widest(self) -> torch.dtype:
-        """The widest floating point type that it adds up in."""
+        """Return the widest floating point type for its sums."""
         import torch
 
         return torch.float64

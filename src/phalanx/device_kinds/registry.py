@@ -1,4 +1,4 @@
-"""The kinds there are: files of ``kinds``, those that a program registers, and those of installed packages."""
+"""The known kinds: files of ``kinds``, those registered by a program, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _added: dict[str, DeviceKind] = {}
 
 
 def register(kind: DeviceKind) -> None:
-    """Have plans take ``device=NAME`` of this kind from now on; workers forked from this process know it, too.
+    """Make plans accept ``device=NAME`` of this kind from now on; workers forked from this process know it, too.
 
     Raises:
         ValueError: there is another kind of that name.
@@ -34,7 +34,7 @@ def register(kind: DeviceKind) -> None:
 
 @contextmanager
 def registered(kind: DeviceKind) -> Iterator[DeviceKind]:
-    """``register`` for the length of the block."""
+    """Register a kind for the length of the block."""
     register(kind)
     try:
         yield kind
@@ -43,7 +43,7 @@ def registered(kind: DeviceKind) -> Iterator[DeviceKind]:
 
 
 def kind_names() -> tuple[str, ...]:
-    """What ``device=`` of a plan may say beside ``auto``."""
+    """Return the values of ``device=`` in a plan beside ``auto``."""
     return (*_built_in(), *_added)
 
 
@@ -53,7 +53,7 @@ def is_kind(name: object) -> bool:
 
 
 def kind_named(name: str) -> DeviceKind:
-    """The kind that plans call ``name``.
+    """Return the kind with this name in plans.
 
     Raises:
         KeyError: there is none; no plan says so.
@@ -64,19 +64,19 @@ def kind_named(name: str) -> DeviceKind:
 
 
 def all_kinds() -> tuple[DeviceKind, ...]:
-    """Every kind that is known in this process."""
+    """Return every kind known in this process."""
     return tuple(map(kind_named, kind_names()))
 
 
 def host() -> DeviceKind:
-    """The kind whose devices are the host's own cores."""
+    """Return the kind whose devices are the host's own cores."""
     return _loaded("cpu")
 
 
 def kind_of(device: torch.device | str, named: str = "auto") -> DeviceKind:
-    """The kind that tensors on ``device`` are of, by the type that torch gives it; the host's for those without values.
+    """Return the kind for tensors on ``device``, by torch's type; the host's for tensors without values.
 
-    ``device`` may be its text, such as ``cpu``. ``named``: what the plan says, of kinds to which torch gives one type.
+    ``device`` may be its text, such as ``cpu``. ``named``: the plan's kind, among kinds with the same torch type.
     """
     if named != "auto" and kind_named(named).torch_type == str(device).partition(":")[0]:
         return kind_named(named)
@@ -84,59 +84,59 @@ def kind_of(device: torch.device | str, named: str = "auto") -> DeviceKind:
 
 
 def automatic_kinds() -> tuple[DeviceKind, ...]:
-    """The kinds that ``device=auto`` takes where there are enough devices, best first; the host's comes last."""
+    """Return the kinds for ``device=auto``, if there are enough devices, best first; the host's comes last."""
     return tuple(sorted((one for one in all_kinds() if one.automatic), key=lambda one: one.on_host))
 
 
 def accelerator() -> DeviceKind | None:
-    """The kind of accelerator that this machine has and ``device=auto`` may take; ``None`` where it has none."""
+    """Return the kind of accelerator on this machine that ``device=auto`` may take, or ``None``."""
     return next((one for one in automatic_kinds() if not one.on_host and one.count()), None)
 
 
 def accelerator_count() -> int:
-    """Devices of that kind here; 0 where there is none."""
+    """Return the number of devices of that kind here."""
     kind = accelerator()
     return kind.count() if kind else 0
 
 
 def automatic_kind(devices: int) -> DeviceKind:
-    """What ``device=auto`` takes for so many devices of this machine; the host's own where others are fewer."""
+    """Return the kind of ``device=auto`` for so many devices of this machine; the host's if others are fewer."""
     return next((one for one in automatic_kinds() if not one.on_host and one.count() >= devices), host())
 
 
 def kind_for(named: str, devices: int) -> DeviceKind:
-    """The kind that a plan with ``device=named`` computes on, which needs so many devices of this machine."""
+    """Return the computing kind of a plan with ``device=named``, which needs so many devices of this machine."""
     return automatic_kind(devices) if named == "auto" else kind_named(named)
 
 
 def on_host(named: str) -> bool:
-    """Return True if a plan with ``device=named`` computes with the host's cores, whatever else a machine has."""
+    """Return True if a plan with ``device=named`` computes with the host's cores on any machine."""
     return named != "auto" and is_kind(named) and kind_named(named).on_host
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in the widest floating point type that its device adds up in: fp64 where there is one."""
+    """Return ``tensor`` in the widest floating point type for sums on its device: fp64 if there is one."""
     return tensor.to(kind_of(tensor.device).widest())
 
 
 def probed_kinds() -> tuple[DeviceKind, ...]:
-    """The kinds that hosts are asked for devices of."""
+    """Return the kinds whose devices hosts are asked for."""
     return tuple(kind for kind in all_kinds() if kind.versions)
 
 
 def interface_variables() -> tuple[str, ...]:
-    """The environment variables that say over which network interfaces collectives go, of every kind."""
+    """Return the environment variables that select network interfaces of collectives, of every kind."""
     return tuple(dict.fromkeys(name for kind in all_kinds() for name in kind.interfaces))
 
 
 def pod_resource(named: str) -> str:
-    """What Kubernetes calls the devices of a plan with ``device=named``; empty where that is not known."""
+    """Return Kubernetes' name of the devices of a plan with ``device=named``, or ""."""
     kinds = automatic_kinds() if named == "auto" else (kind_named(named),)
     return next((one.pod_resource for one in kinds if one.pod_resource), "")
 
 
 def kind_of_hardware(word: str) -> DeviceKind:
-    """The kind of which devices are that the catalog and cluster files call ``word``.
+    """Return the kind of devices that the catalog and cluster files call ``word``.
 
     Raises:
         KeyError: there is none.
@@ -146,7 +146,7 @@ def kind_of_hardware(word: str) -> DeviceKind:
 
 
 def hardware_names() -> tuple[str, ...]:
-    """What the catalog and cluster files may call the kind of a device."""
+    """Return the names for kinds of devices in the catalog and cluster files."""
     return tuple(dict.fromkeys(word for one in all_kinds() for word in (*one.hardware, one.name)))
 
 

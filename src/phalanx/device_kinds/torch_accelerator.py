@@ -1,4 +1,4 @@
-"""What all accelerators have in common: torch.accelerator, and the module that torch has for each kind."""
+"""The common code of all accelerators: torch.accelerator, and torch's module for each kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Accelerator(DeviceKind):
-    """A kind that torch has a module for (``torch.NAME``) and serves by ``torch.accelerator``."""
+    """A kind with its own torch module (``torch.NAME``), served by ``torch.accelerator``."""
 
     automatic = True
     listing = """
@@ -25,14 +25,14 @@ print(json.dumps([["", torch.accelerator.get_memory_info(index)[1]] for index in
         return self.module().device_count() if self.is_built() else 0
 
     def is_built(self) -> bool:
-        """True if the torch that is installed is for this kind, of which each torch has one. Begins to use none."""
+        """Return True if the installed torch is built for this kind. Does not begin to use a device."""
         import torch
 
         there = torch.accelerator.current_accelerator()
         return there is not None and there.type == self.torch_type
 
     def module(self) -> Any:
-        """torch's own, such as ``torch.NAME``."""
+        """Return torch's own module, such as ``torch.NAME``."""
         import torch
 
         return torch.get_device_module(self.torch_type)

@@ -1,1 +1,1 @@
-"""One file a kind of device, called as plans call the kind; each has its ``KIND``. Nothing else lies here."""
+"""One file for each kind of device, with the kind's name in plans; each has its ``KIND``. There are no other files."""

@@ -1,4 +1,4 @@
-"""GPUs of NVIDIA, and of AMD where torch is built for ROCm, which it calls by the same name."""
+"""GPUs of NVIDIA, and of AMD with torch built for ROCm, which uses the same name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU of a Mac, of which there is one. Written against torch's ``torch.mps``; never run on one.
+"""The one GPU of a Mac. Written against torch's ``torch.mps``; never run on one.
 
 There is no backend for collectives of its tensors, so that a run has one device. Its floating point types end at fp32.
 """

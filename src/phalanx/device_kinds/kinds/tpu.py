@@ -1,8 +1,8 @@
 """TPUs of Google by TorchTPU, the package ``torch_tpu``. Written against its version 0.2; never run on a TPU.
 
-torch loads it by itself where it is installed (an entry point of ``torch.backends``). Where it finds TPUs, torch has
-the device type ``tpu`` and the backend ``tpu_dist`` for collectives from then on. A process has one TPU, which
-torchrun's variables pick: workers are started by torchrun, not forked. Streams and events are there in name only.
+torch loads the installed package by itself (an entry point of ``torch.backends``). If it finds TPUs, torch has the
+device type ``tpu`` and the backend ``tpu_dist`` for collectives from then on. A process has one TPU, picked by
+torchrun's variables: workers are started by torchrun, not forked. Streams and events exist in name only.
 """
 
 from __future__ import annotations
