@@ -1,4 +1,4 @@
-"""The way through the demo: each job on one device, on all of them, proven, then everything in one table."""
+"""The demo: each job on one device, on all of them, and proven; then all results in one table."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What the demo came to: its runs, in order."""
+    """The demo's runs, in order."""
 
     machine: Cluster
     stops: tuple[Stop, ...]
@@ -75,8 +75,8 @@ class Tour:
     """The demo on this machine.
 
     Args:
-        folder: where its run folders go.
-        devices: to split over; all accelerators or up to 4 cores where not given, and 2 processes at least.
+        folder: for its run folders.
+        devices: to split over; by default all accelerators or up to 4 cores, and at least 2 processes.
         steps: of each run, in place of the jobs' own length.
     """
 
@@ -139,7 +139,7 @@ def _stop(job: Job, summary: RunSummary, single: RunSummary, proof: Proof | None
 
 
 def tour_table(result: Result) -> RenderableType:
-    """All runs beside each other, and where they are."""
+    """Return a table of all runs and their folders."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     right = ("time\nper step", "samples\n/s", "speed-\nup", "effi-\nciency", "peak\nmemory")
     for heading in ("job", "plan", *right, "after\ntraining", "equal to\n1 device"):

@@ -49,13 +49,13 @@ class ConvNet(nn.Module):
         self.classify = nn.Linear(128 * 2 * 2, 10)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Logits of shape (B, 10) for images of shape (B, 1, 8, 8)."""
+        """Return logits of shape (B, 10) for images of shape (B, 1, 8, 8)."""
         features_BCHW = F.max_pool2d(self.features(image), 2)
         return self.classify(features_BCHW.flatten(1))
 
 
 def digits(*, training: bool) -> px.Table:
-    """The images, from 0 to 1, and their labels; the same split into training and evaluation every time."""
+    """Return the images, from 0 to 1, and their labels; the split into training and evaluation is always the same."""
     table = torch.from_numpy(np.loadtxt(IMAGES, delimiter=",", dtype=np.int64))
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
     chosen = order[:TRAINING] if training else order[TRAINING:]
@@ -66,7 +66,7 @@ def digits(*, training: bool) -> px.Table:
 
 
 def job() -> px.Job:
-    """What to train; nothing here depends on the number of devices."""
+    """Return the job; no part of it depends on the number of devices."""
     return px.Job(
         name="digits",
         model=ConvNet,

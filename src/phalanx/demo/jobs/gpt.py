@@ -1,4 +1,4 @@
-"""A small GPT, all in one file, that learns English from the help texts which every Python carries (465 kB).
+"""A small GPT, all in one file, that learns English from Python's own help texts (465 kB).
 
 Text is read byte by byte: 256 tokens and no tokenizer. Run it with ``phalanx train examples/gpt.py -n 2``.
 
@@ -23,7 +23,7 @@ HELD_OUT = 20  # every 20th window is for evaluation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How large the model is.
+    """The size of the model.
 
     Attributes:
         layers: transformer blocks.
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(size.width, size.width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """What each position gathers from itself and those before it."""
+        """Attend from each position to itself and those before it."""
         q_BHTK, k_BHTK, v_BHTK = (
             part_BTD.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part_BTD in self.query_key_value(x_BTD).chunk(3, dim=-1)
@@ -69,13 +69,13 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * size.width, size.width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """The stream after this block."""
+        """Return the stream after this block."""
         x_BTD = x_BTD + self.attention(self.norm_1(x_BTD))
         return x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD))))
 
 
 class GPT(nn.Module):
-    """Bytes in, the logits of the byte that follows each out. No dropout, so that every plan computes the same."""
+    """Bytes in, the logits of the next byte out. No dropout, so that every plan computes the same."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=std / (2 * size.layers) ** 0.5 if adds else std)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits of shape (B, T, V)."""
+        """Return logits of shape (B, T, V)."""
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.token(tokens_BT) + self.position(positions_T)
         for block in self.blocks:
@@ -103,7 +103,7 @@ class GPT(nn.Module):
 
 
 def windows(context: int, part: Literal["training", "evaluation"]) -> px.Table:
-    """The text as samples: window i holds bytes i * context to (i + 1) * context, both included.
+    """Return the text as samples: window i holds bytes i * context to (i + 1) * context, both included.
 
     Neighbours share one byte, the last target of one and the first input of the next, so every byte but the first is
     predicted once an epoch.
@@ -117,7 +117,7 @@ def windows(context: int, part: Literal["training", "evaluation"]) -> px.Table:
 def gpt_job(
     *, layers: int = 2, width: int = 128, heads: int = 4, context: int = 64, batch: int = 32, steps: int = 200
 ) -> px.Job:
-    """The job at any size; ``layers=6, width=384, heads=6`` has 10.9 million parameters.
+    """Return the job at any size; ``layers=6, width=384, heads=6`` has 10.9 million parameters.
 
     Args:
         layers: transformer blocks.
@@ -145,5 +145,5 @@ def gpt_job(
 
 
 def job() -> px.Job:
-    """The demo's size: 0.47 million parameters. The loss falls from 5.8 (a guess) to 2.0 in 200 steps."""
+    """Return the demo's size: 0.47 million parameters. The loss falls from 5.8 (a guess) to 2.0 in 200 steps."""
     return gpt_job()
