@@ -1,4 +1,4 @@
-"""Files that may be a stranger's: opening, reading and replacing them safely, and who may write a run folder."""
+"""Files that may be a stranger's: opening, reading and replacing them safely, and the one writer of a run folder."""
 
 from phalanx.files.documents import json_value, read_json, read_toml, toml_table
 from phalanx.files.plain_files import make_folder, open_plain, read_text, refuse_links, replace_file, replace_text

@@ -1,4 +1,4 @@
-"""TOML and JSON documents as people and programs leave them: the value, or one error that says what is wrong."""
+"""TOML and JSON documents from people and programs: the value, or one error with the reason."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from phalanx.files.plain_files import read_text
 
 
 def toml_table(text: str, *, where: str, fix: str, allowed: str = "a TOML document") -> dict[str, Any]:
-    """The table of a TOML document.
+    """Return the table of a TOML document.
 
     Raises:
-        SpecError: it is none, or nested too deeply, or holds a number too long to be read.
+        SpecError: it is not TOML, or nested too deeply, or holds a number too long to be read.
     """
     try:
         return tomllib.loads(text)
@@ -25,12 +25,12 @@ def toml_table(text: str, *, where: str, fix: str, allowed: str = "a TOML docume
 
 
 def json_value(text: str | bytes, *, finite: bool = True) -> Any:
-    """The value of a JSON document, in which every key of an object stands once.
+    """Return the value of a JSON document without repeated keys.
 
-    ``finite``: so is every number; without it NaN and infinities are read as Python writes them.
+    ``finite``: all numbers must be finite; otherwise NaN and infinities are read as Python writes them.
 
     Raises:
-        ValueError: it is none, or nested too deeply.
+        ValueError: it is not such JSON, or nested too deeply.
     """
     try:
         if not finite:
@@ -41,10 +41,10 @@ def json_value(text: str | bytes, *, finite: bool = True) -> Any:
 
 
 def read_toml(path: Path, *, where: str, fix: str, allowed: str = "a TOML document", below: int = 0) -> dict[str, Any]:
-    """The table in the TOML file ``path``; arguments as of ``read_text`` and ``toml_table``.
+    """Return the table in the TOML file ``path``; arguments as of ``read_text`` and ``toml_table``.
 
     Raises:
-        SpecError: it cannot be read, or is none.
+        SpecError: it cannot be read, or is not TOML.
     """
     text = read_text(path, where=where, fix=fix, below=below)
     try:
@@ -54,10 +54,10 @@ def read_toml(path: Path, *, where: str, fix: str, allowed: str = "a TOML docume
 
 
 def read_json(path: Path, *, where: str, fix: str, allowed: str = "a JSON document", below: int = 0) -> Any:
-    """The value in the JSON file ``path``; arguments as of ``read_text``.
+    """Return the value in the JSON file ``path``; arguments as of ``read_text``.
 
     Raises:
-        SpecError: it cannot be read, or is none.
+        SpecError: it cannot be read, or is not JSON.
     """
     text = read_text(path, where=where, fix=fix, below=below)
     try:

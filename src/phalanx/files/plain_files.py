@@ -1,7 +1,7 @@
-"""Opening what stands in a folder that may be a stranger's: no link is followed, nothing but plain files is opened.
+"""Opening files in a folder that may be a stranger's: no link is followed, only plain files are opened.
 
-A run folder may itself be a link, since whoever names it knows where it leads; what is in it was not named. A link
-there could have a run overwrite or delete any file of its user; a FIFO would make whoever opens it wait for ever.
+A run folder may itself be a link, since the user who names it knows its target; its content was not named. A link there
+could make a run overwrite or delete any file of its user; opening a FIFO would wait for ever.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _KINDS = (
 
 
 def open_plain(path: Path, flags: int, *, below: int = 1) -> int:
-    """A descriptor of the regular file ``path``, opened with ``flags`` of ``os.open`` (without ``O_TRUNC``).
+    """Open the regular file ``path`` with ``flags`` of ``os.open`` (without ``O_TRUNC``) and return a descriptor.
 
     Args:
-        below: how many of the path's last parts may be no links; 1 is the file alone, 2 the folder it is in, too. 0,
-            for a file that the user has named, lets it be a link.
+        below: number of the path's last parts that may not be links; 1 is the file alone, 2 its folder, too. 0, for a
+            file that the user has named, lets it be a link.
 
     Raises:
         SpecError: it is a link or no regular file, or it is to be written and has a second name (a hard link), under
@@ -65,10 +65,10 @@ def open_plain(path: Path, flags: int, *, below: int = 1) -> int:
 
 
 def read_text(path: Path, *, where: str, fix: str, below: int = 1, most: int = MOST) -> str:
-    """The text of a file that is read whole.
+    """Return the text of a whole file.
 
     Args:
-        where: what the file is, for the error.
+        where: the name of the file, for the error.
         fix: a line to copy that would work.
 
     Raises:
@@ -90,16 +90,16 @@ def read_text(path: Path, *, where: str, fix: str, below: int = 1, most: int = M
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, in place of what was there. Raises as ``replace_file`` does."""
+    """Write a file whole or not at all, replacing an old one. Raises the errors of ``replace_file``."""
     replace_file(path, text.encode())
 
 
 def replace_file(path: Path, content: bytes, *, below: int = 1) -> None:
-    """Write a file whole or not at all, in place of what was there, a link too; ``below``: as of ``open_plain``.
+    """Write a file whole or not at all, replacing an old one or a link; ``below``: as of ``open_plain``.
 
     Raises:
         SpecError: one of the folders that ``below`` counts is a link.
-        OSError: it cannot be written; what was there stands.
+        OSError: it cannot be written; the old one stays.
     """
     path = Path(path)
     partial = f".{path.name}.{os.getpid()}"
@@ -122,7 +122,7 @@ def replace_file(path: Path, content: bytes, *, below: int = 1) -> None:
 
 
 def make_folder(path: Path, *, below: int = 1) -> None:
-    """Make the folder ``path``, and of those it is in the ``below`` - 1 last, where they are missing.
+    """Make the folder ``path``, and its last ``below`` - 1 parents, if missing.
 
     Raises:
         SpecError: one of these ``below`` folders is a link.
@@ -141,7 +141,7 @@ def make_folder(path: Path, *, below: int = 1) -> None:
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Refuse a run folder in which one of ``names``, which the run reads or writes, is neither plain file nor folder.
+    """Refuse a run folder if one of ``names``, which the run reads or writes, is neither plain file nor folder.
 
     Raises:
         SpecError: with the first of them.

@@ -1,10 +1,10 @@
-"""One run folder has one writer: a lock where processes share a kernel, and a token that the next writer replaces.
+"""The one writer of a run folder: a lock between processes of one kernel, and a token that the next writer replaces.
 
-``writer.json`` in the folder says who writes it: host, process, since when, and a *fencing token*, a number that grows
-with each writer and a random identity. While a run goes on, its launcher and the workers that were forked from it hold
-a ``flock`` on that file, which the kernel frees when the last of them is gone, however that ended. Where two hosts do
-not see each other's locks (NFS, Lustre), the later run takes the folder by writing its own token; whoever publishes
-something checks the token first, so that the earlier run stops instead of writing between the other's files.
+``writer.json`` in the folder names its writer: host, process, start, and a *fencing token*, a number that grows with
+each writer and a random identity. During a run, its launcher and its forked workers hold a ``flock`` on that file,
+which the kernel frees when the last of them has ended in any way. If two hosts do not see each other's locks (NFS,
+Lustre), the later run takes the folder by writing its own token; every publication checks the token first, so that the
+earlier run stops instead of writing between the other's files.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Token:
     identity: str
 
     def check(self) -> None:
-        """Raise unless this run still is the folder's writer: to be called just before anything is published.
+        """Raise unless this run still is the folder's writer; call it just before a publication.
 
         Raises:
-            RunError: another run has taken the folder, or what says so is gone.
+            RunError: another run has taken the folder, or its token file is gone.
         """
         try:
             found = _read(self.folder)
@@ -69,12 +69,12 @@ _held: dict[
 
 
 def take(folder: Path) -> Token:
-    """Become the one writer of ``folder``, which exists; ``release`` it, or end, to let others.
+    """Become the one writer of ``folder``, which exists, until ``release`` or the end of the process.
 
-    Processes that are forked from this one are writers with it. A second call by the same process gives the same token.
+    Processes forked from this one are writers with it. A second call by the same process returns the same token.
 
     Raises:
-        SpecError: a run that goes on writes it, with its process and host; or it cannot be written.
+        SpecError: an active run writes it, with its process and host; or it cannot be written.
     """
     key = Path(folder).resolve()
     if key in _held and _held[key][2] == os.getpid():
@@ -102,7 +102,7 @@ def take(folder: Path) -> Token:
 
 
 def refuse_taken(folder: Path) -> None:
-    """Refuse a folder that a run which goes on writes; nothing is changed in it.
+    """Refuse a folder that an active run writes, without changing it.
 
     Raises:
         SpecError: with the run's process and host.
@@ -122,7 +122,7 @@ def refuse_taken(folder: Path) -> None:
 
 
 def is_written(folder: Path) -> bool:
-    """True if a run that goes on writes ``folder``, as far as locks on this machine tell; nothing is changed in it."""
+    """Return True if an active run writes ``folder``, by the locks on this machine, without changing it."""
     try:
         descriptor = open_plain(folder / NAME, os.O_RDONLY)
     except OSError:
@@ -149,7 +149,7 @@ class Writer:
 
 
 def writer_of(folder: Path) -> Writer | None:
-    """Who took ``folder`` last; ``None`` where nobody has, or what says so cannot be read."""
+    """Return the last writer of ``folder``, or ``None`` if there is none, or its file cannot be read."""
     try:
         found = _read(folder)
     except (OSError, SpecError):
@@ -159,13 +159,13 @@ def writer_of(folder: Path) -> Writer | None:
 
 
 def token_of(folder: Path) -> Token | None:
-    """The token that this process, or the one it was forked from, has of ``folder``; ``None`` where it has none."""
+    """Return the token for ``folder`` of this process, or of the one it was forked from, or ``None``."""
     held = _held.get(Path(folder).resolve())
     return held[0] if held else None
 
 
 def join(folder: Path, identity: str) -> Token:
-    """In a process that a writer of ``folder`` has started anew: be a writer with it, by its token's ``identity``.
+    """Join a writer of ``folder`` by its token's ``identity``, in a process that it has started anew.
 
     Raises:
         RunError: another run has taken the folder since.
@@ -177,7 +177,7 @@ def join(folder: Path, identity: str) -> Token:
 
 
 def release(token: Token) -> None:
-    """Let others write the folder; nothing where this process did not take it itself."""
+    """Let others write the folder, if this process took it itself."""
     key = token.folder.resolve()
     held, descriptor, pid = _held.get(key, (None, -1, 0))
     if held == token and pid == os.getpid():
@@ -189,10 +189,10 @@ def release(token: Token) -> None:
 
 
 def check_writer(path: Path) -> None:
-    """``Token.check`` of the token that this process, or the one it was forked from, has of the run ``path`` is in.
+    """Check the token for the run folder that contains ``path``, if this process, or its parent, has one.
 
-    That is of the nearest folder from ``path`` upwards of which it has one; nothing is checked where there is none.
-    What publishes into a run folder (a checkpoint, ``run.toml``) calls it just before the rename.
+    It is that of the nearest folder from ``path`` upwards. Code that publishes into a run folder (a checkpoint,
+    ``run.toml``) calls it just before the rename.
 
     Raises:
         RunError: another run has taken the folder.
@@ -269,7 +269,7 @@ def _whole(value: object) -> int:
 
 
 def is_running(pid: int) -> bool:
-    """Return True if there is a process of that number, ended ones that nobody has asked about included; 0 is none."""
+    """Return True if there is a process with that number, zombies included; False for 0."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
