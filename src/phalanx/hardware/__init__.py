@@ -1,4 +1,4 @@
-"""What machines have: this one as probed, others from the catalog."""
+"""The hardware of machines: of this one as probed, of others from the catalog."""
 
 from phalanx.hardware.catalog import device, entry, names
 from phalanx.hardware.cluster_text import cluster

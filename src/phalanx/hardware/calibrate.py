@@ -19,7 +19,7 @@ _LONG = 1e-4  # seconds from which a call says how busy cores slow each other do
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweeps:
-    """All that was measured.
+    """All measurements.
 
     Attributes:
         kept: a sweep alone on the machine, freed memory staying with the process.
@@ -27,7 +27,7 @@ class Sweeps:
         beside: sweeps as ``kept`` of as many processes at once as there are cores.
         exchanges: collectives, of each count of ranks.
         rest: seconds of a step that computes next to nothing, by processes.
-        relay: seconds in which a stage of a pipeline that computes next to nothing hands a result on, by processes.
+        relay: seconds in which a pipeline stage with almost no work hands on a result, by processes.
     """
 
     kept: tuple[Measurement, ...]
@@ -39,7 +39,7 @@ class Sweeps:
 
 
 def calibrated(machine: Cluster, sweeps: Sweeps) -> Cluster:
-    """``machine``, its CPU cores with what ``sweeps`` say of them."""
+    """Return ``machine``, its CPU cores with the constants from ``sweeps``."""
     found = core(sweeps.kept, sweeps.returned)
     peak = {name.partition(".")[2]: found.pop(name) for name in list(found) if name.startswith("peak.")}
     found["busy"] = slowdown(sweeps, ("product", "convolution"))
@@ -64,7 +64,7 @@ def calibrated(machine: Cluster, sweeps: Sweeps) -> Cluster:
 
 
 def default_path() -> Path:
-    """Where ``phalanx calibrate`` writes unless told otherwise: here, beside the job."""
+    """Return the default output of ``phalanx calibrate``: here, beside the job."""
     return Path("machine.toml")
 
 
@@ -73,9 +73,9 @@ _PIECE = 2**20
 
 
 def core(kept: Sequence[Measurement], returned: Sequence[Measurement]) -> dict[str, float]:
-    """Constants of a CPU core by the names that ``Device.measured`` has, and ``peak.fp32``, ``peak.bf16``.
+    """Return constants of a CPU core by the names in ``Device.measured``, and ``peak.fp32``, ``peak.bf16``.
 
-    Of a sweep where freed memory stays with the process, and one where it goes back to the kernel.
+    They come from a sweep with freed memory kept by the process, and one with freed memory returned to the kernel.
     """
     call, step = (_of(kept, "floor", name)[0] for name in ("call", "linear"))
     found: dict[str, float] = {"floor": step.seconds / step.sizes[0]}
@@ -95,7 +95,7 @@ def core(kept: Sequence[Measurement], returned: Sequence[Measurement]) -> dict[s
 
 
 def products(points: Sequence[Measurement], floor: float) -> tuple[float, float]:
-    """FLOP/s, and seconds for each element read or written beside computing, from products of m, n, k."""
+    """Return FLOP/s, and seconds for each element read or written beside computing, from products of m, n, k."""
     m, n, k = np.array([one.sizes for one in points]).T
     seconds = np.array([one.seconds for one in points])
     each, operand = _above_zero(np.stack([2 * m * n * k, m * n + m * k + n * k], axis=1), seconds, floor)
@@ -103,7 +103,7 @@ def products(points: Sequence[Measurement], floor: float) -> tuple[float, float]
 
 
 def streams(points: Sequence[Measurement], floor: float) -> tuple[float, float, float]:
-    """Bytes/s near and far, and the bytes of traffic between the two, from sums of two tensors."""
+    """Return bytes/s near and far, and the bytes of traffic between the two, from sums of two tensors."""
     moved = np.array([4 * one.sizes[0] for one in points])
     seconds = np.array([one.seconds for one in points])
     best: tuple[float, float, float, float] = (np.inf, 0.0, 0.0, 0.0)
@@ -118,13 +118,13 @@ def streams(points: Sequence[Measurement], floor: float) -> tuple[float, float, 
 
 
 def fresh(kept: Sequence[Measurement], returned: Sequence[Measurement]) -> float:
-    """Seconds for each byte of a result of 1 MiB or more whose pages come from the kernel."""
+    """Return seconds for each byte of a result of 1 MiB or more whose pages come from the kernel."""
     pairs = [(slow, quick) for slow, quick in zip(returned, kept, strict=True) if slow.sizes[1] >= _PIECE]
     return max(0.0, median((slow.seconds - quick.seconds) / slow.sizes[1] for slow, quick in pairs)) if pairs else 0.0
 
 
 def optimizers(kept: Sequence[Measurement], returned: Sequence[Measurement]) -> dict[str, float]:
-    """Seconds to step a parameter and a tensor, from one step of few parameters and one of many."""
+    """Return seconds to step a parameter and a tensor, from one step of few parameters and one of many."""
     found: dict[str, float] = {}
     for name in dict.fromkeys(one.name for one in kept):
         small, large = sorted((one for one in kept if one.name == name), key=lambda one: one.sizes[0])
@@ -136,8 +136,10 @@ def optimizers(kept: Sequence[Measurement], returned: Sequence[Measurement]) -> 
 
 
 def lines(points: Sequence[MeasuredExchange]) -> dict[str, float]:
-    """Seconds to start a collective and for each byte, by ``kind.ranks.start`` and ``kind.ranks.byte``; and by
-    ``kind.ranks.far`` for each byte beyond ``CACHED``, where that was measured."""
+    """Return seconds to start a collective and for each byte, by ``kind.ranks.start`` and ``kind.ranks.byte``.
+
+    ``kind.ranks.far`` is for each byte beyond ``CACHED``, if measured.
+    """
     found: dict[str, float] = {}
     for kind, ranks in dict.fromkeys((one.kind, one.ranks) for one in points):
         each = [one for one in points if (one.kind, one.ranks) == (kind, ranks)]
@@ -151,7 +153,7 @@ def lines(points: Sequence[MeasuredExchange]) -> dict[str, float]:
 
 
 def slowdown(sweeps: Sweeps, kinds: Sequence[str]) -> float:
-    """By how much longer work of ``kinds`` takes beside others."""
+    """Return the factor by which work of ``kinds`` takes longer beside others."""
     ratios = [
         slow.seconds / quick.seconds
         for one in sweeps.beside
@@ -162,7 +164,7 @@ def slowdown(sweeps: Sweeps, kinds: Sequence[str]) -> float:
 
 
 def convolutions(points: Sequence[Measurement], peak: float, floor: float) -> tuple[float, float]:
-    """Share of ``peak``, and the least size at which half of it is reached; the backward is two products."""
+    """Return the share of ``peak``, and the least size that reaches half of it; the backward is two products."""
     sizes = np.array([one.sizes for one in points])
     flops = 2 * sizes.prod(axis=1) * np.array([2.0 if one.backward else 1.0 for one in points])
     seconds = np.array([one.seconds for one in points])
@@ -217,7 +219,7 @@ _QUIET = 0.15  # of the cores
 
 
 def busy_share(path: Path = _STAT, seconds: float = _LOOK) -> float:
-    """The share of the machine's cores that works while this process waits for ``seconds``; 0 where nobody says."""
+    """Return the share of the machine's cores at work while this process waits ``seconds``; 0 if unknown."""
     idle, whole = _ticks(path)
     time.sleep(seconds)
     idle_then, whole_then = _ticks(path)
@@ -225,7 +227,7 @@ def busy_share(path: Path = _STAT, seconds: float = _LOOK) -> float:
 
 
 def wait_until_quiet(patience: float) -> float:
-    """Wait until few of the cores are busy, for ``patience`` seconds; the share that is."""
+    """Wait until few of the cores are busy, at most ``patience`` seconds; return the busy share."""
     end = time.monotonic() + patience
     while (share := busy_share()) > _QUIET and time.monotonic() < end:
         pass

@@ -19,10 +19,10 @@ from phalanx.units import parse_bytes, show_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """The document, or the assumption made, that figures are from.
+    """The document, or the assumption made, behind figures.
 
     Attributes:
-        figures: which they are: ``device``, ``link``, ``host``, ``host link``, ``network`` or ``room``.
+        figures: their kind: ``device``, ``link``, ``host``, ``host link``, ``network`` or ``room``.
     """
 
     figures: str
@@ -32,14 +32,14 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogEntry:
-    """A device with what usually surrounds it.
+    """A device with its usual surroundings.
 
     Attributes:
         link: between the devices of one node.
         host: the machine they usually sit in.
         adapters: network adapters of a full host.
-        adapter: what one of them can do.
-        note: what to know before using them; may be empty.
+        adapter: the figures of one adapter.
+        note: a remark for the user; may be empty.
     """
 
     device: Device
@@ -53,11 +53,11 @@ class CatalogEntry:
 
     @property
     def per_node(self) -> int:
-        """Devices of a full host; 1 where any number fits."""
+        """Return the devices of a full host; 1 if any number fits."""
         return self.host.slots or 1
 
     def network(self, per_node: int) -> Network:
-        """The network of a node with ``per_node`` devices: with fewer devices than slots, as many fewer adapters."""
+        """Return the network of a node with ``per_node`` devices; a part of a host has its part of adapters."""
         full = self.host.slots or per_node
         adapters = max(1, math.ceil(self.adapters * min(per_node, full) / full))
         name = f"{adapters} x {self.adapter.bandwidth * 8 / 1e9:g} Gb/s {self.adapter.name}"
@@ -66,12 +66,12 @@ class CatalogEntry:
 
 
 def names() -> tuple[str, ...]:
-    """Every device of the catalog, in its order; aliases left out."""
+    """Return every device of the catalog, in its order; aliases left out."""
     return tuple(_entries())
 
 
 def device(name: str) -> Device:
-    """The device called ``name``, which may be an alias, in any case.
+    """Return the device called ``name``, which may be an alias, in any case.
 
     Raises:
         SpecError: with the nearest names if there is none.
@@ -80,7 +80,7 @@ def device(name: str) -> Device:
 
 
 def entry(name: str) -> CatalogEntry:
-    """The device called ``name`` with its link, host, network and sources.
+    """Return the device called ``name`` with its link, host, network and sources.
 
     Raises:
         SpecError: with the nearest names if there is none.
@@ -92,33 +92,35 @@ def entry(name: str) -> CatalogEntry:
 
 
 def context(kind: str) -> int:
-    """Bytes of a device's memory that a process of this ``kind`` loses to its runtime; an assumption of the catalog."""
+    """Return bytes of a device's memory that a process of this ``kind`` loses to its runtime; the catalog's
+    assumption.
+    """
     return parse_bytes(_tables()["assumptions"][kind])
 
 
 def generic(kind: str = "") -> CatalogEntry:
-    """The entry of any device of this ``kind`` that the catalog does not know; of any accelerator, where it has none.
+    """Return the entry for unknown devices of this ``kind``, or of any accelerator.
 
-    ``kind``: as plans say it.
+    ``kind``: its name in plans.
     """
     return find(kind) or entry(_tables()["generic"]["accelerator"])
 
 
 def find(name: str) -> CatalogEntry | None:
-    """The entry called ``name``, which may be an alias, in any case; ``None`` if there is none."""
+    """Return the entry called ``name``, which may be an alias, in any case; ``None`` if there is none."""
     known = _by_any_name().get(_key(name))
     return _entries()[known] if known else None
 
 
 def unknown(name: str) -> Problem:
-    """What to say of a device that is not in the catalog."""
+    """Return the problem of a device that is not in the catalog."""
     near = nearest(name)
     allowed = f"{', '.join(near)}, or another that phalanx devices lists" if near else "what phalanx devices lists"
     return Problem(where="device", given=repr(name), allowed=allowed, fix=near[0] if near else "phalanx devices")
 
 
 def nearest(name: str) -> tuple[str, ...]:
-    """Names of the catalog that look like ``name``, best first."""
+    """Return names of the catalog that look like ``name``, best first."""
     known = _by_any_name()
     close = difflib.get_close_matches(_key(name), known, n=6, cutoff=0.5)
     starting = [one for one in known if _key(name) and one.startswith(_key(name))]
@@ -203,7 +205,7 @@ LEGEND = (
 
 
 def cells(one: CatalogEntry) -> dict[str, str]:
-    """One device as a row of a table: ``HEADINGS`` → text."""
+    """Return one device as a row of a table: ``HEADINGS`` → text."""
     device, network = one.device, one.network(one.per_node)
     return {
         "device": device.name,
@@ -218,7 +220,7 @@ def cells(one: CatalogEntry) -> dict[str, str]:
 
 
 def facts(one: CatalogEntry) -> list[tuple[str, str]]:
-    """Everything the catalog says of a device, as label and text, its sources last."""
+    """Return all facts of the catalog on a device, as label and text, its sources last."""
     device, network = one.device, one.network(one.per_node)
     peaks = ", ".join(f"{dtype} {_tera(device.peak[dtype])}" for dtype in DTYPES if dtype in device.peak)
     rows = [

@@ -1,7 +1,7 @@
-"""What this machine has: what its operating system, its GPUs' driver and its allocator say.
+"""The hardware of this machine, from its operating system, its GPUs' driver and its allocator.
 
-What the operating system says of this host: cores, memory, NUMA nodes and network adapters. Every function takes the
-root of the file system, so that another tree can stand in for it.
+The operating system reports cores, memory, NUMA nodes and network adapters. Every function takes the root of the file
+system, so that tests can pass another tree.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _ROOT = Path("/")
 
 
 def cores() -> int:
-    """CPU cores this process may use: those of its affinity, or its control group's quota where lower."""
+    """Return CPU cores this process may use: those of its affinity, or its control group's quota if lower."""
     return cores_of(_ROOT, affinity())
 
 
 def memory_bytes() -> int:
-    """Bytes of host memory this process may use: the machine's, or a control group's limit where lower."""
+    """Return bytes of host memory this process may use: the machine's, or a control group's limit if lower."""
     return memory_of(_ROOT, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def this_machine(kind: DeviceKind | None = None) -> Cluster:
-    """The devices of this machine: its accelerators, else its CPU cores, each good for one process.
+    """Return the devices of this machine: its accelerators, else its CPU cores, a process for each.
 
-    ``kind``: of the accelerators; what ``device=auto`` takes where not given.
+    ``kind``: of the accelerators; by default that of ``device=auto``.
 
-    What cannot be read here is the catalog's: peak and bandwidth of all devices, and all of a GPU it does not know.
-    GPUs of several kinds in one machine are told as groups of their own.
+    Figures that cannot be read here are the catalog's: peak and bandwidth of all devices, and all figures of unknown
+    GPUs. GPUs of several kinds in one machine are separate groups.
     """
     nodes = len([*(_ROOT / "sys/devices/system/node").glob("node[0-9]*")])  # none where the system does not say
     host = Host(name="this machine", cores=cores(), memory=memory_bytes(), numa=max(1, nodes))
@@ -52,7 +52,7 @@ def this_machine(kind: DeviceKind | None = None) -> Cluster:
 
 
 def cpu_group(host: Host) -> Group:
-    """The cores of ``host`` as devices; each has an equal share of its memory."""
+    """Return the cores of ``host`` as devices; each has an equal share of its memory."""
     known = entry("cpu")
     count = host.cores or 1
     memory = (host.memory or known.device.memory * count) // count
@@ -61,7 +61,7 @@ def cpu_group(host: Host) -> Group:
 
 
 def cpu_processes(group: Group, count: int, had: float, host: Host) -> Group:
-    """So many processes as devices of a ``host`` with cores like those of ``group``; each computes with ``had`` cores.
+    """Return ``count`` processes as devices of a ``host`` with cores like those of ``group``, ``had`` cores each.
 
     Each has an equal share of the host's memory.
     """
@@ -114,7 +114,7 @@ def _topology(kind: DeviceKind | None) -> str:
 
 
 def peak_memory() -> int:
-    """Largest memory this process has held, in bytes: allocated on its accelerator, else its resident set."""
+    """Return the largest memory of this process, in bytes: allocated on its accelerator, else its resident set."""
     for kind in all_kinds():
         if kind.in_use() and (memory := kind.memory()):
             return memory.peak
@@ -137,7 +137,7 @@ _SLOW_LANES = 4
 class Gpu:
     """One device as the driver reports it: ``NVIDIA A100-SXM4-80GB``, and the bytes of memory it offers.
 
-    ``kind``: of device, as plans say it; empty where the catalog says it.
+    ``kind``: its name in plans; empty if the catalog gives it.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Gpu:
 
 
 def matched(gpu: Gpu) -> CatalogEntry:
-    """The catalog's entry for a device; the one of any of its kind where the catalog does not know it."""
+    """Return the catalog's entry for a device, or the generic one of its kind."""
     name = gpu.name.strip()
     while (shorter := re.sub(_MAKERS, "", name, flags=re.IGNORECASE)) != name:
         name = shorter
@@ -161,7 +161,7 @@ def matched(gpu: Gpu) -> CatalogEntry:
 
 
 def measured(gpu: Gpu, found: CatalogEntry) -> Device:
-    """The entry's device, with the memory that the driver offers on this one."""
+    """Return the entry's device, with the memory that the driver offers on this one."""
     known = found.device.name != generic(gpu.kind).device.name
     size = max(found.device.memory, gpu.memory) if known else gpu.memory
     kept = min(size, size - gpu.memory + context(found.device.kind))
@@ -170,9 +170,9 @@ def measured(gpu: Gpu, found: CatalogEntry) -> Device:
 
 
 def link_of(matrix: str, count: int, found: CatalogEntry) -> Link:
-    """What joins ``count`` GPUs, from the matrix that ``nvidia-smi topo -m`` prints; the catalog's link without one.
+    """Return the link between ``count`` GPUs, from the matrix of ``nvidia-smi topo -m``; without it the catalog's.
 
-    NVLink counts where it leads from every GPU to every other, if over others: rings follow it. Else it is PCIe.
+    NVLink counts if it leads from every GPU to every other, perhaps over others: rings follow it. Else it is PCIe.
     """
     rows = _rows(matrix)
     if count < 2 or len(rows) < count:
@@ -213,12 +213,12 @@ _UNLIMITED = 2**60  # version 1 of control groups writes a huge number where the
 
 
 def cores_of(root: Path, allowed: int) -> int:
-    """Cores a process may use: those it is ``allowed`` by affinity, or its control group's quota where lower."""
+    """Return cores a process may use: those ``allowed`` by affinity, or its control group's quota if lower."""
     return max(1, min([allowed, *(int(quota) for quota in _quotas(root))]))
 
 
 def memory_of(root: Path, total: int) -> int:
-    """Bytes of host memory a process may use: ``total``, or the limit of a control group above it where lower."""
+    """Return bytes of host memory a process may use: ``total``, or the limit of a control group above it if lower."""
     limits = [
         int(text)
         for folder in (*_groups(root, ""), *_groups(root, "memory"))
@@ -229,7 +229,7 @@ def memory_of(root: Path, total: int) -> int:
 
 
 def network_of(root: Path) -> Network | None:
-    """The network of the host: all InfiniBand ports together, else its fastest interface; ``None`` if none says.
+    """Return the network of the host: all InfiniBand ports together, else its fastest interface, or ``None``.
 
     A group over TCP uses one interface, NCCL every InfiniBand port. Latencies are the catalog's.
     """
@@ -292,7 +292,7 @@ def _read(path: Path) -> str:
 
 
 def affinity() -> int:
-    """Cores the scheduler may put this process on."""
+    """Return the cores the scheduler may put this process on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -301,17 +301,17 @@ _RETURNED, _KEPT = 2**20, 2**25  # 32 MiB is where glibc's own, growing threshol
 
 
 def return_freed_memory() -> None:
-    """Have pieces of 1 MiB and more go back to the kernel when they are freed.
+    """Make pieces of 1 MiB and more go back to the kernel when they are freed.
 
-    glibc otherwise raises that size, up to 32 MiB, with each piece freed. What sharding gathers and drops in each step
-    would then leave holes in the heap, and the resident set would grow to several times what is held. Costs page
-    faults; does nothing where the C library is another one.
+    glibc otherwise raises that size, up to 32 MiB, with each freed piece. The memory that sharding gathers and drops in
+    each step would then leave holes in the heap, and the resident set would grow to several times the held bytes. Costs
+    page faults; has no effect with another C library.
     """
     _set_thresholds(_RETURNED)
 
 
 def keep_freed_memory() -> None:
-    """Take ``return_freed_memory`` back: pieces up to 32 MiB stay in the heap, as glibc has it in the long run."""
+    """Undo ``return_freed_memory``: pieces up to 32 MiB stay in the heap, as glibc does in the long run."""
     _set_thresholds(_KEPT)
 
 

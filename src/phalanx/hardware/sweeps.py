@@ -44,7 +44,7 @@ class Measurement:
 
     Attributes:
         name: of the operation, precision or optimizer.
-        sizes: what it was measured at; see the function that did.
+        sizes: of the measured operation; see the function that made it.
         seconds: of one call.
         backward: whether it is of the backward.
     """
@@ -58,12 +58,12 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """How long to measure.
+    """The duration of measurements.
 
     Attributes:
-        rounds: of which the middle one counts.
+        rounds: number of rounds; their median counts.
         seconds: of one round at least.
-        passes: over all sweeps, of which the mean counts.
+        passes: over all sweeps; their mean counts.
         shapes: of each kind of operation at most.
         parameters: of each tensor that optimizers step.
     """
@@ -79,7 +79,7 @@ QUICK = Pace(rounds=1, seconds=0.0, passes=1, shapes=3, parameters=10_000)
 
 
 def sweep(pace: Pace, device: str = "cpu") -> list[Measurement]:
-    """Every sweep of one device, in about 10 s at the usual pace."""
+    """Run every sweep of one device, in about 10 s at the usual pace."""
     parts = (floors, products, convolutions, attentions, streams, named, optimizers)
     with _alone():
         passes = [[point for part in parts for point in part(pace, device)] for _ in range(pace.passes)]
@@ -87,7 +87,7 @@ def sweep(pace: Pace, device: str = "cpu") -> list[Measurement]:
 
 
 def products(pace: Pace, device: str) -> Iterator[Measurement]:
-    """Products m x k by k x n in fp32 and bf16; sizes: m, n, k."""
+    """Yield products m x k by k x n in fp32 and bf16; sizes: m, n, k."""
     import torch
 
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -101,7 +101,7 @@ def products(pace: Pace, device: str) -> Iterator[Measurement]:
 
 
 def convolutions(pace: Pace, device: str) -> Iterator[Measurement]:
-    """3 x 3 convolutions; sizes: m, n, k of the product each amounts to. Backward: of both gradients together."""
+    """Yield 3 x 3 convolutions; sizes: m, n, k of the equivalent product. Backward: of both gradients together."""
     import torch
 
     for samples, inside, out, side in _CONVOLUTIONS[: pace.shapes]:
@@ -117,7 +117,7 @@ def convolutions(pace: Pace, device: str) -> Iterator[Measurement]:
 
 
 def attentions(pace: Pace, device: str) -> Iterator[Measurement]:
-    """Fused causal attention; sizes: samples, heads, tokens, width of a head."""
+    """Yield fused causal attention; sizes: samples, heads, tokens, width of a head."""
     import torch
 
     for sizes in _ATTENTIONS[: pace.shapes]:
@@ -131,7 +131,7 @@ def attentions(pace: Pace, device: str) -> Iterator[Measurement]:
 
 
 def streams(pace: Pace, device: str) -> Iterator[Measurement]:
-    """Sums of two tensors; sizes: elements read and written, bytes written."""
+    """Yield sums of two tensors; sizes: elements read and written, bytes written."""
     import torch
 
     for count in _STREAMS[: pace.shapes]:
@@ -141,7 +141,7 @@ def streams(pace: Pace, device: str) -> Iterator[Measurement]:
 
 
 def named(pace: Pace, device: str) -> Iterator[Measurement]:
-    """Operations that do more than their traffic; sizes: elements read and written, elements written."""
+    """Yield operations that do more than their traffic; sizes: elements read and written, elements written."""
     for name, (work, moved, written) in operations(device).items():
         yield Measurement(kind="named", name=name, sizes=(moved, written), seconds=seconds_of(work, pace, device))
 
@@ -151,7 +151,7 @@ Call = tuple[Callable[[], Any], float, float]
 
 
 def operations(device: str) -> Mapping[str, Call]:
-    """By the framework's name."""
+    """Return operations by the framework's name."""
     return {**_elementwise(device), **_of_rows(device), **_of_images(device)}
 
 
@@ -223,7 +223,7 @@ def _of_images(device: str) -> dict[str, Call]:
 
 
 def floors(pace: Pace, device: str) -> Iterator[Measurement]:
-    """A call of one operation, and an eager step of many small layers; sizes: operations of forward and backward."""
+    """Yield a call of one operation, and an eager step of many small layers; sizes: operations of both passes."""
     import torch
 
     one = torch.ones(1, device=device)
@@ -241,7 +241,7 @@ def floors(pace: Pace, device: str) -> Iterator[Measurement]:
 
 
 def optimizers(pace: Pace, device: str) -> Iterator[Measurement]:
-    """One step of each; sizes: parameters, tensors."""
+    """Yield one step of each optimizer; sizes: parameters, tensors."""
     import torch
 
     kinds: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -259,7 +259,7 @@ def optimizers(pace: Pace, device: str) -> Iterator[Measurement]:
 
 
 def seconds_of(work: Callable[[], Any], pace: Pace, device: str = "cpu") -> float:
-    """Seconds of one call of ``work``, in the middle one of several rounds.
+    """Return the seconds of one call of ``work``, in the median of several rounds.
 
     On a CPU they are those of this thread alone, which other processes hardly change.
     """
@@ -329,7 +329,7 @@ class MeasuredExchange:
 def exchanges(
     kinds: tuple[str, ...] = KINDS, *, device: str = "cpu", rounds: int = 7, sizes: tuple[int, ...] = SIZES
 ) -> list[MeasuredExchange]:
-    """Collectives of ``kinds`` at every size. Collective; every rank gets its own times, which differ little."""
+    """Measure collectives of ``kinds`` at every size. Collective; every rank gets its own, similar times."""
     import torch
     import torch.distributed as dist
 
