@@ -1,4 +1,4 @@
-"""A model's repeated blocks: found, told which cost the same, and stood in for while the rest is traced."""
+"""A model's repeated blocks: found, compared by cost, and replaced by stubs while the rest is traced."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _opened: WeakSet[nn.Module] = WeakSet()
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost repeated blocks, in module order; empty where the model has none.
+    """Return the outermost repeated blocks, in module order; empty if the model has none.
 
     A block is a child of a ``ModuleList``, or a child of a ``Sequential`` or of a ``ModuleDict`` of modules of one kind
     that itself is made of several modules (a residual block, not a single convolution). Blocks inside blocks are not
-    listed. What is never called, a container without ``forward`` or what ``open_up`` was told of, is no block: what is
-    inside it is.
+    listed. A module that is never called, a container without ``forward`` or one passed to ``open_up``, is no block:
+    its children are.
     """
     found: list[nn.Module] = []
     _collect(module, found)
@@ -29,17 +29,17 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def parts(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks; of a model without, its children that have parameters and are called themselves."""
+    """Return the repeated blocks, or else the children with parameters that are called themselves."""
     return blocks(module) or [part for child in module.children() for part in _called(child)]
 
 
 def can_be_called(module: nn.Module) -> bool:
-    """Return True if it has a ``forward``, and is not known to be left alone by a model that calls what is inside."""
+    """Return True if it has a ``forward``, and is not known to be bypassed by a model."""
     return type(module).forward is not nn.Module.forward and module not in _opened
 
 
 def open_up(modules: Iterable[nn.Module]) -> None:
-    """From now on these are containers: the model calls what is inside them, not them."""
+    """Mark these as containers: the model calls their children, not them."""
     _opened.update(modules)
 
 
@@ -52,7 +52,7 @@ def _called(module: nn.Module) -> list[nn.Module]:
 
 
 def leave_cache_out(module: nn.Module) -> None:
-    """Switch off the cache of keys and values that transformers' models keep by default; training does not read it."""
+    """Switch off the cache of keys and values of transformers' models; training does not read it."""
     for child in module.modules():
         config: Any = getattr(child, "config", None)
         if getattr(config, "use_cache", False):
@@ -83,10 +83,10 @@ def _is_block(member: nn.Module, container: nn.Module) -> bool:
 
 
 def likeness(block: nn.Module) -> tuple[Any, ...]:
-    """What blocks that cost the same have in common.
+    """Return a key shared by blocks of equal cost.
 
-    Settings are numbers, words and tuples of these that modules hold as attributes. Whole numbers called an index do
-    not count, and of fractions (a rate of dropout) only whether they are zero.
+    Settings are numbers, words and tuples of these that modules hold as attributes. Integers called an index do not
+    count, and for fractions (a rate of dropout) only whether they are zero.
     """
     return tuple(
         (
@@ -131,7 +131,7 @@ class MadeTensor:
 
 @dataclass(frozen=True, slots=True)
 class NotTensor:
-    """What is no tensor."""
+    """A value that is not a tensor."""
 
     value: Any
 
@@ -141,7 +141,7 @@ Spec = int | MadeTensor | NotTensor
 
 
 def spec(value: Any, inputs: list[Tensor]) -> Spec:
-    """The form of one leaf of what a block gives, called with ``inputs``."""
+    """Return the form of one leaf of a block's output, for a call with ``inputs``."""
     if not isinstance(value, Tensor):
         return NotTensor(value)
     for index, one in enumerate(inputs):
@@ -156,13 +156,13 @@ def among(value: Tensor, tensors: list[Tensor]) -> bool:
 
 
 class Stub(torch.autograd.Function):
-    """A block: tensors of the forms that it makes, and gradients of those that it was given; ``back`` is told."""
+    """A stand-in for a block: tensors in the forms of its output, and gradients of its inputs; ``back`` is called."""
 
     @staticmethod
     def forward(
         ctx: Any, recorder: OperationRecorder, back: Any, made: list[MadeTensor], anchor: Tensor, *floats: Tensor
     ) -> Any:
-        """Stand-ins for what the block makes."""
+        """Return stand-ins for the block's output."""
         ctx.recorder, ctx.back, ctx.forms = recorder, back, [(one.shape, one.dtype) for one in floats]
         results = tuple(torch.empty_strided(one.shape, one.stride, dtype=one.dtype) for one in made)
         ctx.mark_non_differentiable(*(one for one in results if not one.is_floating_point()))
@@ -170,22 +170,22 @@ class Stub(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Stand-ins for the gradients of what the block was given."""
+        """Return stand-ins for the gradients of the block's inputs."""
         ctx.back(grads)
         with ctx.recorder.paused():
             return None, None, None, None, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.forms)
 
 
 class Entered(torch.autograd.Function):
-    """What enters a block: no leaf, so that the block may write into it."""
+    """The input of a block: not a leaf, so that the block may write into it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """The same form, and the same values where there are some."""
+        """Return a copy of the same form, with the values if there are some."""
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return made.copy_(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """The gradient as it comes."""
+        """Return the gradient unchanged."""
         return grads[0]

@@ -1,4 +1,4 @@
-"""A model on fake tensors or on the meta device: runs without computing or holding anything, to see what it does."""
+"""A model on fake tensors or on the meta device: it runs without computing or memory, to trace its operations."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from phalanx.errors import Problem, ProfileError
 
 
 class MetaMode(TorchDispatchMode):
-    """Inside, new tensors are on the meta device.
+    """A mode in which new tensors are on the meta device.
 
-    Forms of what elementwise operations and a few others give are found here: torch's own rules for them load its
-    compiler. All other operations run as they are.
+    Output forms of elementwise operations and a few others are computed here: torch's own rules for them load its
+    compiler. All other operations run unchanged.
     """
 
     @classmethod
@@ -183,7 +183,7 @@ _LAID_OUT = {"aten::clone"}  # what it gives may be laid out otherwise
 
 
 class NothingDrawn(TorchFunctionMode):
-    """Leaves out random initial values, for which torch would load its compiler, though there are none on meta."""
+    """A mode without random initial values, for which torch would load its compiler, though meta has none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -198,7 +198,7 @@ _DRAWS |= {f"{name}_{kind}_" for name in ("xavier", "kaiming") for kind in ("uni
 
 
 class Values:
-    """Stand-ins are copies with values, so that a model whose shapes depend on them runs; they are computed."""
+    """A mode whose stand-ins are copies with values, so that models whose shapes depend on them run."""
 
     def __enter__(self) -> Values:
         return self
@@ -212,7 +212,7 @@ Mode = FakeTensorMode | MetaMode | Values
 
 
 def fake(mode: Mode, tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """A fake of ``tensor``; one on the meta device becomes a fake of the CPU, as the model will be.
+    """Return a fake of ``tensor``; one on the meta device becomes a fake of the CPU, as the model will be.
 
     With ``dtype`` a tensor of fp32 becomes one of that type.
     """
@@ -239,20 +239,20 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """``tensor`` of another shape, with its own values again and again, or fewer of them."""
+    """Return ``tensor`` in another shape, its own values repeated or cut."""
     times = [-(-wanted // max(have, 1)) for wanted, have in zip(shape, tensor.shape, strict=True)]
     more = tensor.detach().repeat(*times) if times else tensor.detach()
     return more[tuple(slice(0, wanted) for wanted in shape)].clone()
 
 
 def fakes(mode: Mode, value: Any) -> Any:
-    """``value`` with a fake in place of every tensor in it."""
+    """Return ``value`` with a fake in place of every tensor in it."""
     return tree_map(lambda leaf: fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's own report of what could not run on fakes: who asks gets the error, and may have another way."""
+    """Silence torch's own report on failures with fakes: the caller gets the error, and may have another way."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True
@@ -264,10 +264,10 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def faked(module: nn.Module, mode: Mode, dtype: torch.dtype | None = None) -> Iterator[dict[int, nn.Parameter]]:
-    """``module`` with fakes in place of its parameters and buffers, inside the mode; afterwards as it was.
+    """Put fakes in place of the parameters and buffers of ``module``, in the mode, and restore them afterwards.
 
-    Gives id of the fake → the parameter it stands for. A parameter that is used in two places is one fake. With
-    ``dtype`` parameters of fp32 are of that type.
+    Yields id of the fake → its parameter. A parameter that is used in two places is one fake. With ``dtype`` parameters
+    of fp32 are of that type.
     """
     stand_ins: dict[int, Tensor] = {}
     meant: dict[int, nn.Parameter] = {}
@@ -297,7 +297,7 @@ _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def refusal(error: Exception) -> ProfileError:
-    """The error for a model that raised ``error`` on fake tensors."""
+    """Return the error for a model that raised ``error`` on fake tensors."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_OURS)]
     where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "the model"
     said = (str(error).splitlines() or [""])[0]

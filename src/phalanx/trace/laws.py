@@ -1,4 +1,4 @@
-"""From a model measured at three sizes to its profile: how each number grows with the samples and the length."""
+"""From a model measured at three sizes to its profile: the growth of each number with the samples and the length."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _power(ratio: float, base: float) -> float:
 
 
 def profile_of(runs: Sequence[MeasuredModel], sizes: Sizes, notes: Sequence[str] = ()) -> Profile:
-    """The profile that three measurements give; one with a fixed length if the third is missing."""
+    """Return the profile from three measurements; one with a fixed length if the third is missing."""
     first, said = runs[0], list(notes)
     alike = [all(_same(first, other)) for other in runs[1:]]
     if not all(alike):
@@ -167,7 +167,7 @@ _SAMPLES = 2  # one sample would let dimensions of 1 pass for others
 
 
 def measured_at_sizes(call: ModelCall) -> Profile:
-    """The profile of a model, from traces of 2 and 4 samples, and of half the length."""
+    """Return the profile of a model, from traces of 2 and 4 samples, and of half the length."""
     call = replace(call, kwargs=dict(call.kwargs))
     leaves = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     samples = next((one.shape[0] for one in leaves if one.dim()), 1)

@@ -1,4 +1,4 @@
-"""A trace at one size as parts with numbers: what each operation costs, what is saved, what is alive at once."""
+"""A trace at one size as parts with numbers: costs of operations, saved bytes, and bytes alive at once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class MeasuredPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredModel:
-    """A model at one size: distinct blocks, their turns, and what is around them."""
+    """A model at one size: distinct blocks, their turns, and the parts around them."""
 
     blocks: dict[int, MeasuredPart]
     turns: list[tuple[str, int, bool]]
@@ -74,14 +74,14 @@ class MeasuredModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """What a trace was made with: bytes of a number of the precision computed in, and samples."""
+    """The units of a trace: bytes of a number in the computing precision, and samples."""
 
     itemsize: int
     samples: int
 
 
 def measured(run: Traced, module: nn.Module, units: Units) -> MeasuredModel:
-    """Numbers of a trace of ``module``."""
+    """Return the numbers of a trace of ``module``."""
     known = ParameterFacts(module)
     order = {like: index for index, like in enumerate(run.blocks)}
     names = {visit.like: visit.name for visit in reversed(run.visits)}
@@ -92,7 +92,7 @@ def measured(run: Traced, module: nn.Module, units: Units) -> MeasuredModel:
 
 
 class ParameterFacts:
-    """A model's parameters: elements, whether they learn, experts that they hold, and their first names."""
+    """Facts about a model's parameters: elements, whether they learn, their experts, and their first names."""
 
     def __init__(self, module: nn.Module) -> None:
         self.elements = {name: one.numel() for name, one in module.named_parameters()}
@@ -101,7 +101,7 @@ class ParameterFacts:
         self.first = {name: first[id(one)] for name, one in module.named_parameters(remove_duplicate=False)}
 
     def weights(self, names: Iterable[str], cut: Mapping[str, int], experts: Mapping[str, int]) -> tuple[Weights, ...]:
-        """Of these names, summed up by how they can be divided: ``cut`` over so many ranks at most, or experts."""
+        """Return these parameters summed by their division: ``cut`` over at most so many ranks, or experts."""
         groups: dict[tuple[int, bool, bool], list[int]] = {}
         for name in names:
             key = (experts.get(name, cut.get(name, 0)), name in experts, self.learns[name])

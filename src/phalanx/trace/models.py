@@ -16,7 +16,7 @@ from phalanx.trace.standard_models import ModelCall, Shape
 
 
 def described(shape: Shape) -> ModelCall:
-    """The model of ``shape`` on the meta device with inputs of one sample.
+    """Return the model of ``shape`` on the meta device with inputs of one sample.
 
     Raises:
         SpecError: if numbers are missing or do not go together.
@@ -97,7 +97,7 @@ class StandardAttention(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x_BTD: Tensor, around: tuple[Tensor, ...]) -> Tensor:
-        """What each position gathers from others; ``around`` are rotations, or a bias of distances."""
+        """Attend from each position to others; ``around`` are rotations, or a bias of distances."""
         if self.split:
             each = (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
         else:
@@ -133,7 +133,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """A new vector of the same width."""
+        """Return a new vector of the same width."""
         if self.gate is not None:
             return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
         return self.dropout(self.down(F.gelu(self.up(x_BTD))))
@@ -149,7 +149,7 @@ class StandardBlock(nn.Module):
         self.attention, self.feed_forward = StandardAttention(shape), FeedForward(shape)
 
     def forward(self, x_BTD: Tensor, *around: Tensor) -> Tensor:
-        """The stream after this block."""
+        """Return the stream after this block."""
         if self.after:
             x_BTD = self.norm_1(x_BTD + self.attention(x_BTD, around))
             return self.norm_2(x_BTD + self.feed_forward(x_BTD))
@@ -176,7 +176,7 @@ class Decoder(nn.Module):
             self.head.weight = self.token.weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits (B, T, V)."""
+        """Return logits (B, T, V)."""
         x_BTD = self.token(tokens_BT)
         positions_T = torch.arange(tokens_BT.shape[1])
         if self.position is not None:
@@ -218,7 +218,7 @@ class Bert(nn.Module):
         self.follows = nn.Linear(shape.hidden, 2)
 
     def forward(self, tokens_BT: Tensor, kinds_BT: Tensor) -> Any:
-        """Logits of tokens (B, T, V), and of the two answers (B, 2)."""
+        """Return logits of tokens (B, T, V), and of the two answers (B, 2)."""
         positions_T = torch.arange(tokens_BT.shape[1])
         x_BTD = self.token(tokens_BT) + self.position(positions_T) + self.kind(kinds_BT)
         x_BTD = self.dropout(self.norm(x_BTD))
@@ -229,7 +229,7 @@ class Bert(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions, added to what came in."""
+    """Three convolutions, added to the input."""
 
     def __init__(self, channels: int, inner: int, stride: int) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Bottleneck(nn.Module):
         self.shortcut = nn.Sequential(*projection) if changes else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The images (B, channels, height, width) after this block."""
+        """Return the images (B, channels, height, width) after this block."""
         y = self.relu(self.norm_1(self.conv_1(x)))
         y = self.relu(self.norm_2(self.conv_2(y)))
         y = self.norm_3(self.conv_3(y))
@@ -272,6 +272,6 @@ class ResNet50(nn.Module):
         self.head = nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of the classes."""
+        """Return logits of the classes."""
         x = self.pool(self.relu(self.norm(self.stem(x))))
         return self.head(self.mean(self.blocks(x)).flatten(1))

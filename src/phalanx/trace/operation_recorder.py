@@ -1,4 +1,4 @@
-"""Writes down every operation of a run on fake tensors, which memory is alive when, and what a model recomputes."""
+"""A recorder of every operation of a run on fake tensors, of the lifetime of memory, and of recomputation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.trace.replaced import each_checkpoint, replaced
 
 @dataclass(frozen=True, slots=True)
 class TensorUse:
-    """A tensor as an operation met it."""
+    """A tensor as used by an operation."""
 
     memory: int  # number of the storage it lies in; views share it
     shape: tuple[int, ...]  # its shape
@@ -60,7 +60,7 @@ class RecordedOperation:
 
 @dataclass(slots=True)
 class RecordedRun:
-    """What a run left behind."""
+    """The record of a run."""
 
     steps: list[RecordedOperation] = field(default_factory=list[RecordedOperation])  # operations in order
     memories: dict[int, Storage] = field(default_factory=dict[int, Storage])  # number → storage
@@ -72,11 +72,11 @@ class RecordedRun:
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Records what runs inside it. Memory is known by numbers from 1, in order of first sight.
+    """A recorder of the operations inside it. Memory is numbered from 1, in order of first sight.
 
     Attributes:
-        tape: what is recorded.
-        segment: which stretch between blocks runs.
+        tape: the record.
+        segment: the present stretch between blocks.
         backward: whether the backward has begun.
         again: whether a checkpoint of the model is computing its forward a second time.
         checkpoints: of the model, that are open in the forward.
@@ -119,7 +119,7 @@ class OperationRecorder(TorchDispatchMode):
         return made
 
     def add(self, name: str, inputs: Any, outputs: Any, *, given: tuple[Any, ...] = (), causal: bool = False) -> None:
-        """Write an operation down; inputs and outputs are tensors or what ``seen`` gave."""
+        """Record an operation; inputs and outputs are tensors or results of ``seen``."""
         if self._paused:
             return
         self.tape.steps.append(
@@ -147,7 +147,7 @@ class OperationRecorder(TorchDispatchMode):
         return TensorUse(self.number(tensor), tuple(tensor.shape), tensor.is_floating_point())
 
     def number(self, tensor: Tensor) -> int:
-        """The number of the memory that ``tensor`` lies in."""
+        """Return the number of the memory of ``tensor``."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._numbers:
@@ -171,7 +171,7 @@ class OperationRecorder(TorchDispatchMode):
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Inside, what autograd keeps for the backward is written down."""
+        """Record the tensors that autograd keeps for the backward."""
 
         def pack(tensor: Tensor) -> Tensor:
             if not self._paused:
@@ -182,14 +182,14 @@ class OperationRecorder(TorchDispatchMode):
             yield
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Write down that these are kept for the backward."""
+        """Record that these tensors are kept for the backward."""
         if not self._paused and not self.backward:
             for tensor in tensors:
                 self.tape.saved.setdefault(self.number(tensor), self.segment)
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
-        """Inside, the forward of a checkpoint runs."""
+        """Mark the block as the forward of a checkpoint."""
         self.checkpoints += 1
         self.tape.recomputes = True
         try:
@@ -199,7 +199,7 @@ class OperationRecorder(TorchDispatchMode):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Inside, the forward of a checkpoint runs a second time."""
+        """Mark the block as a repeated forward of a checkpoint."""
         before, self.again = self.again, True
         try:
             yield
@@ -281,10 +281,10 @@ def _same_memory(func: Any, inputs: Iterable[TensorUse], outputs: Iterable[Tenso
 
 @contextmanager
 def recomputation_seen(recorder: OperationRecorder) -> Iterator[None]:
-    """Inside, ``recorder`` knows what lies in a checkpoint, what that keeps, and what is computed a second time.
+    """Let ``recorder`` see the inside of checkpoints, their kept tensors, and their repeated forward.
 
-    A reentrant checkpoint runs as the other kind does, which ``torch.autograd.grad`` can follow: it keeps and computes
-    the same, and gives nothing a gradient where nothing that it is called with wants one.
+    A reentrant checkpoint runs like the other kind, which ``torch.autograd.grad`` can follow: it keeps and computes the
+    same, and its results need no gradient unless an argument does.
     """
 
     def checkpointed(
@@ -300,7 +300,7 @@ def recomputation_seen(recorder: OperationRecorder) -> Iterator[None]:
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` in a checkpoint of its own."""
+    """Return ``function`` in a checkpoint of its own."""
     return partial(checkpointing.checkpoint, function, use_reentrant=False)
 
 
@@ -322,7 +322,7 @@ class _Reentrant:
 
 
 def hides_later(mask: Tensor) -> bool:
-    """Return True if all above the diagonal is one value and the rest another; false of tensors without values."""
+    """Return True if all above the diagonal is one value and the rest another; False without values."""
     if mask.is_meta or isinstance(mask, FakeTensor) or mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
     size = mask.shape[-1]

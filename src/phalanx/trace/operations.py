@@ -1,8 +1,8 @@
-"""What kind of work an operation is, and how much; functions that accelerators run as one kernel.
+"""The kind and amount of work of operations; functions that accelerators run as one kernel.
 
-Functions that accelerators run as one kernel and the CPU does not, recorded as they run there. Inside
-``as_on_accelerators`` attention, dropout and RMS norm are one operation forward and one backward, and keep what their
-fused kernels keep: attention the sums of its softmax instead of its scores, dropout a mask of one byte.
+Functions that accelerators run as one kernel and the CPU does not are recorded as on accelerators. Inside
+``as_on_accelerators`` attention, dropout and RMS norm are one operation forward and one backward, and keep the tensors
+of their fused kernels: attention the sums of its softmax instead of its scores, dropout a mask of one byte.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Kind = Literal["matmul", "convolution", "attention", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """One kernel's work at the size it was traced at."""
+    """One kernel's work at the traced size."""
 
     kind: Kind  # what bounds it
     name: str  # as the framework calls it
@@ -38,7 +38,7 @@ class KernelWork:
 
 
 def works(step: RecordedOperation) -> list[KernelWork]:
-    """The kernels of an operation: one, or two of the backward of a convolution."""
+    """Return the kernels of an operation: one, or two for the backward of a convolution."""
     if step.name in _PRODUCTS:
         first, second = (step.given[index] for index in _PRODUCTS[step.name])
         return [_product(step, first, second)]
@@ -54,7 +54,7 @@ def works(step: RecordedOperation) -> list[KernelWork]:
 def is_dear(name: str) -> bool:
     """Return True if an operation of a forward is a matrix product, a convolution or an attention, by its name.
 
-    Selective recompute keeps what these give; all else is computed again.
+    Selective recompute keeps their results; all else is computed again.
     """
     return name in _PRODUCTS or name == "convolution" or _attends(name)
 
@@ -203,7 +203,7 @@ ATTENTION, ATTENTION_BACKWARD = "scaled_dot_product_attention", "scaled_dot_prod
 
 @contextmanager
 def as_on_accelerators(recorder: OperationRecorder) -> Iterator[None]:
-    """Inside, functions with fused kernels are recorded as these."""
+    """Record functions with fused kernels as these kernels."""
 
     def attention(
         query: Tensor,

@@ -1,6 +1,6 @@
-"""A function in place of torch's own, for a while: for what torch has no hook for.
+"""Temporary replacement of functions of torch that have no hook.
 
-What is relied upon here torch does not promise; the next version is looked at in this file.
+This file relies on details that torch does not promise, and must be checked for each new version.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ABSENT = object()
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """While inside, ``owner``, a module or a class, has these attributes."""
+    """Give ``owner``, a module or a class, these attributes for the block."""
     before = {name: vars(owner).get(name, _ABSENT) for name in attributes}
     for name, attribute in attributes.items():
         setattr(owner, name, attribute)
@@ -33,9 +33,9 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def each_checkpoint(run: Callable[..., Generator[None]]) -> Iterator[None]:
-    """While inside, ``run(generator, function, *settings_and_args, **kwargs)`` is what a checkpoint does.
+    """Run ``run(generator, function, *settings_and_args, **kwargs)`` in place of each checkpoint in the block.
 
-    One that is not reentrant; ``generator`` is torch's own, which takes what comes after it.
+    For checkpoints that are not reentrant; ``generator`` is torch's own, which takes the arguments after it.
     """
     own = checkpointing._checkpoint_without_reentrant_generator
     with replaced(checkpointing, _checkpoint_without_reentrant_generator=partial(run, own)):

@@ -1,4 +1,4 @@
-"""What can be traced: a model and how it is called; well-known ones in numbers; what a ``config.json`` describes.
+"""Models to trace, with their arguments: well-known ones by their sizes, and those of a ``config.json``.
 
 Those of a ``config.json`` that are not well known are built by transformers.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCall:
-    """A model, how it is called, and its loss. Only the forms of tensors are read; they may be on the meta device."""
+    """A model, its arguments, and its loss. Only the forms of tensors are read; they may be on the meta device."""
 
     module: nn.Module  # the model; may be on the meta device
     args: tuple[Any, ...] = ()  # positional arguments of its forward, of one or more samples (dimension 0)
@@ -42,10 +42,10 @@ class ModelCall:
 
 
 def trace(described: ModelCall) -> Profile:
-    """The costs of a model, found by running it on fake tensors at three sizes; nothing is computed.
+    """Return the costs of a model, found by running it on fake tensors at three sizes, without computing.
 
-    Floating parameters and inputs of fp32 are taken as bf16 where the model allows, so that what the model itself
-    makes fp32 is told apart: it has ``itemsize`` 4, while 0 stands for the precision computed in.
+    Floating parameters and inputs of fp32 are taken as bf16 if the model allows it, so that tensors the model itself
+    makes fp32 are recognised: they have ``itemsize`` 4, while 0 means the computing precision.
 
     Raises:
         ProfileError: if the model does not run on fake tensors; it names the line of the model.
@@ -56,7 +56,7 @@ def trace(described: ModelCall) -> Profile:
 
 
 def length_of(tensors: list[Any]) -> int:
-    """Tokens of a sample in a model's inputs: dimension 1 of whole numbers, or of vectors in a row; else 1."""
+    """Return the tokens of a sample in a model's inputs: dimension 1 of integers, or of vectors in a row; else 1."""
     found = [one.shape[1] for one in tensors if one.dim() == 2 and not one.is_floating_point()]
     found += [one.shape[1] for one in tensors if one.dim() == 3 and one.is_floating_point()]
     return found[0] if found else 1
@@ -67,7 +67,7 @@ Family = Literal["gpt", "llama", "mpt", "bert", "resnet50"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A well-known model in numbers."""
+    """A well-known model by its sizes."""
 
     # ``gpt`` (learned positions, LayerNorm, GELU, biases), ``llama`` (rotary positions, RMSNorm, SwiGLU, no biases),
     # ``mpt`` (as gpt, without biases, positions by ``positions``), ``bert`` (norms after, two heads), ``resnet50``
@@ -90,12 +90,12 @@ class Shape:
     image: int = 224  # height and width of an image
 
     def profile(self) -> Profile:
-        """The costs of the model; computed once for each shape."""
+        """Return the costs of the model; computed once for each shape."""
         return _profile(self)
 
 
 def standard(shape: Shape) -> ModelCall:
-    """The model on the meta device, with inputs of one sample and its loss: cross-entropy over all tokens.
+    """Return the model on the meta device, with inputs of one sample and its loss: cross-entropy over all tokens.
 
     Raises:
         SpecError: if numbers of the shape are missing or do not go together.
@@ -123,13 +123,13 @@ _MOST_TOKENS = 4096
 
 
 def from_config(path: str | Path, *, length: int = 0) -> Shape | ModelCall:
-    """The model that a ``config.json``, or a folder with one, describes; both results offer ``profile()``.
+    """Return the model of a ``config.json``, or of a folder with one; both results offer ``profile()``.
 
     Well-known architectures become standard models, without the package transformers: their details, such as norms of
     queries and keys, or blocks that compute attention and feed-forward network side by side, are left out. Other
     architectures are built by transformers on the meta device.
 
-    ``length``: tokens in a sample; 0 for what the model was made for, at most 4096.
+    ``length``: tokens in a sample; 0 for the model's own length, at most 4096.
 
     Raises:
         SpecError: if the file is not a configuration, lacks keys, or its architecture is not known.
@@ -152,7 +152,7 @@ def from_config(path: str | Path, *, length: int = 0) -> Shape | ModelCall:
 
 
 def known_architectures() -> list[str]:
-    """Architectures that need no transformers, by ``model_type``."""
+    """Return architectures that need no transformers, by ``model_type``."""
     return sorted(_KNOWN)
 
 
@@ -246,11 +246,11 @@ def _wrong(path: str | Path, given: str, allowed: str, fix: str) -> Problem:
 
 
 def built(config: Mapping[str, Any], length: int) -> ModelCall | None:
-    """The model of ``config`` with inputs of one sample; ``None`` if transformers does not know its kind.
+    """Return the model of ``config`` with inputs of one sample; ``None`` if transformers does not know its kind.
 
     Raises:
         MissingExtraError: if transformers is not installed.
-        SpecError: if the configuration is wrong, or what the model takes as input is not known.
+        SpecError: if the configuration is wrong, or the model's input is not known.
     """
     try:
         import transformers

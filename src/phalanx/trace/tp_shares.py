@@ -1,9 +1,9 @@
-"""What tensor parallelism can divide, followed through a part's operations by the memory they read and write.
+"""Divisions by tensor parallelism, followed through a part's operations by the memory they read and write.
 
-A product whose result reaches the product that adds it up again only through operations on slices makes a pair with
-it (Shoeybi et al. 2019, section 3): the first weight is cut by columns, the second by rows, and what lies between is
-divided. What leaves the part divided, or is summed over the divided dimension, is not: its product stays whole. In the
-part with the loss, classes may stay divided up to the loss (the same paper, section 3).
+A product whose result reaches a later, summing product only through operations on slices makes a pair with it (Shoeybi
+et al. 2019, section 3): the first weight is cut by columns, the second by rows, and the operations between are divided.
+If a divided result leaves the part, or is summed over the divided dimension, its product stays whole. In the part with
+the loss, classes may stay divided up to the loss (the same paper, section 3).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.trace.tracer import Trace
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How ``tp`` divides something, and over how many ranks at most."""
+    """A division by ``tp``, and its largest number of ranks."""
 
     share: Share
     most: int = EVERY
@@ -28,7 +28,7 @@ class Division:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What lies around a run of operations."""
+    """The surroundings of a run of operations."""
 
     stream: frozenset[int]  # memories of the activations that enter
     parameters: Mapping[int, str]  # memory → name of parameters
@@ -40,7 +40,7 @@ class Surroundings:
 
 @dataclass(slots=True)
 class Shares:
-    """What can be divided."""
+    """The possible divisions."""
 
     works: list[Division]  # for each operation
     memories: dict[int, Division]  # memory → ``inner`` or ``tokens``; others are whole
@@ -52,7 +52,7 @@ class Shares:
 
 
 def shares(works: Sequence[KernelWork], around: Surroundings) -> Shares:
-    """How a part's forward and backward can be divided."""
+    """Return the divisions of a part's forward and backward."""
     whole: set[str] = set()
     forward = [work for work in works if not work.step.backward]
     while True:
@@ -245,7 +245,7 @@ def _weight_of(work: KernelWork, parameters: Mapping[int, str]) -> str | None:
 
 
 def experts_in(made: Sequence[KernelWork], parameters: Mapping[int, str]) -> dict[str, int]:
-    """Weights with one matrix an expert: name → experts."""
+    """Map name to experts for weights with one matrix an expert."""
     operands = [one for work in made if work.kind == "matmul" for one in work.operands]
     return {
         parameters[one.memory]: one.shape[0] for one in operands if one.memory in parameters and len(one.shape) == 3
@@ -253,7 +253,7 @@ def experts_in(made: Sequence[KernelWork], parameters: Mapping[int, str]) -> dic
 
 
 def of_experts(made: Sequence[KernelWork], trace: Trace, experts: Mapping[str, int]) -> list[bool]:
-    """Return True if each operation is of experts: from their first product to their last, forward and backward."""
+    """Return True for each operation of experts: from their first product to their last, forward and backward."""
     found = [False] * len(made)
     for backward in (False, True):
         here = [

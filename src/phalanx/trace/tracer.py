@@ -1,4 +1,4 @@
-"""Runs a model once on fake tensors, each distinct block alone and the rest around them."""
+"""A run of a model on fake tensors, each distinct block alone and the rest around them."""
 # Not the run that cuts are made from: costs are laws of samples and length, so blocks run alone, at several sizes.
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from phalanx.trace.standard_models import ModelCall
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """What a run of a block, or of what is around the blocks, left behind."""
+    """The record of a run of a block, or of the parts around the blocks."""
 
     tape: RecordedRun  # its operations and memory
     parameters: dict[int, str]  # memory → name of the parameters that it met
@@ -45,7 +45,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
-    """A block's turn: its name, what it is like, and whether its parameters were met before."""
+    """A block's turn: its name, its key of likeness, and whether its parameters were met before."""
 
     name: str
     like: Any
@@ -66,10 +66,10 @@ class Traced:
 
 
 def traced(call: ModelCall, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.dtype | None) -> Traced:
-    """Run the model with inputs of the shapes that ``form`` gives, computing in ``dtype``.
+    """Run the model with inputs of the shapes from ``form``, computing in ``dtype``.
 
     Raises:
-        Exception: whatever the model raises on fake tensors.
+        Exception: any error of the model on fake tensors.
     """
     module = call.module
     leave_cache_out(module)
@@ -280,7 +280,7 @@ def _alone(
 
 
 def scalar(value: Any) -> Tensor:
-    """The number that is minimised: of a loss with a sum and a count, its sum."""
+    """Return the number to minimise: for a loss with a sum and a count, its sum."""
     total = getattr(value, "sum", None)
     return total if isinstance(total, Tensor) else value
 
