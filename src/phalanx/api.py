@@ -1,4 +1,7 @@
-"""What ``import phalanx as px`` offers: ``fit``, ``build``, ``prove``, ``forecast``, ``plan``, and a run to read."""
+"""The public functions of ``import phalanx as px``:
+
+``fit``, ``build``, ``prove``, ``forecast``, ``plan``, and a run to read.
+"""
 
 from __future__ import annotations
 
@@ -41,34 +44,35 @@ def fit(
     launcher: str | LocalLauncher | AttachedTarget = "local",
     **settings: Any,
 ) -> Run:
-    """Train ``job`` under ``plan`` and give back the run.
+    """Train ``job`` under ``plan`` and return the run.
 
-    A plan of several processes starts them on this machine, each on a device of its own; inside a worker that torchrun
-    started, this process takes its own part instead, in the folder that rank 0 takes, whatever ``launcher`` says.
-    Without a plan: the best there is for the CUDA devices here, or one process. The forecast of the run is made beside
-    it and stored in its folder.
+    A plan of several processes starts them on this machine, each on its own device; inside a worker started by
+    torchrun, this process takes its own part instead, in rank 0's folder, for any ``launcher``. Without a plan: the
+    best one for the CUDA devices here, or one process. A forecast of the run is made beside it and stored in its
+    folder.
 
     Args:
         job: what to train.
         plan: a ``Plan``, its text, such as ``"dp=2"``, or the path of a ``plan.toml``.
-        run: the run folder, or all of the run's settings as one; its plan is replaced by ``plan`` where that is given.
-        folder: the run folder, in place of what ``run`` says; ``runs/<name>-<n>`` where neither says one.
-        watch: called about ten times a second while workers run; never inside a worker that torchrun started. Without
-            it progress is shown as ``phalanx train`` does where stdout is a terminal, in one line in a notebook, and in
-            lines on stderr by rank 0 of torchrun's workers; elsewhere the logger ``phalanx`` is told what differs from
-            one device, and other warnings. ``False``: nothing is shown or told.
-        cores: CPU cores that each replica computes with; its share of the machine's where not given.
-        launcher: what starts the workers: ``local`` forks them from this process; on the hosts of ``ssh:hosts.toml``
-            they are new processes that load the job from where ``run.job`` says.
+        run: the run folder, or all of the run's settings in one object; ``plan``, if given, replaces its plan.
+        folder: the run folder, in place of the one in ``run``; by default ``runs/<name>-<n>``.
+        watch: called about ten times a second while workers run; never inside a worker started by torchrun. By default
+            progress is shown like ``phalanx train`` if stdout is a terminal, in one line in a notebook, and in lines on
+            stderr by rank 0 of torchrun's workers; elsewhere the logger ``phalanx`` gets differences from one device,
+            and other warnings. ``False``: no output.
+        cores: CPU cores of each replica; by default its share of the machine's.
+        launcher: starts the workers: ``local`` forks them from this process; on the hosts of ``ssh:hosts.toml`` they
+            are new processes that load the job from ``run.job``.
         settings: fields of ``RunSpec`` by their names, such as ``resume="auto"`` or ``checkpoint_every="5m"``, in place
-            of what ``run`` says. A run that goes on has those given now alone; ``phalanx train`` keeps those before.
+            of those in ``run``. A resumed run has only the present ones; ``phalanx train`` keeps earlier ones.
 
     Raises:
         SpecError: if there is no such launcher or setting, or the run cannot be started so, or not in that folder.
         RefusedError: if the plan cannot serve the job here, or is forecast not to fit (``RunSpec.forecast``).
-        WorkerError: if a worker failed: the first one's rank, step and traceback. Inside a worker that torchrun
-            started, this worker's own error comes as it is.
-        KeyboardInterrupt: after Ctrl-C; the run has saved by then (``RunSpec.grace``), and it says where.
+        WorkerError: if a worker failed: the first one's rank, step and traceback. Inside a worker started by torchrun,
+            this worker's own error is raised unchanged.
+        KeyboardInterrupt: after Ctrl-C; the run has saved by then (``RunSpec.grace``), and its message says in which
+            folder.
         SystemExit: after SIGTERM, SIGUSR1 and SIGHUP; with 75, ``EX_TEMPFAIL``, once the run has saved.
     """
     from phalanx.launch import how_to_go_on
@@ -99,20 +103,19 @@ def start(
     launcher: str | LocalLauncher | AttachedTarget = "local",
     **settings: Any,
 ) -> Run:
-    """Begin to train ``job`` under ``plan`` in the background, and give back the run once it has begun.
+    """Begin to train ``job`` under ``plan`` in the background, and return the run once it has begun.
 
-    ``run.wait()`` waits for its end and raises what it failed by, ``run.stop()`` has it save and stop, ``run.running``
-    and ``run.metrics()`` say how it stands; the logger ``phalanx`` is told what differs from one device. One process
-    beside this one, forked from it, does all that ``fit`` does, so what callbacks of the job change they change there,
-    and that is where the logger is told. The run ends with this process: one that ends by itself has it
-    save and stop, one that is killed takes it along.
+    ``run.wait()`` waits for its end and raises its error, ``run.stop()`` makes it save and stop, ``run.running`` and
+    ``run.metrics()`` report its state; the logger ``phalanx`` gets differences from one device. One process forked from
+    this one does the work of ``fit``, so callbacks of the job change values there, and that process logs. The run ends
+    with this process: a normal exit makes it save and stop, a kill ends it, too.
 
     Args:
         job, plan, run, folder, cores, launcher, settings: as of ``fit``.
 
     Raises:
-        SpecError: as of ``fit``, and inside a worker that torchrun started.
-        RefusedError: as of ``fit``: nothing has begun then.
+        SpecError: as of ``fit``, and inside a worker started by torchrun.
+        RefusedError: as of ``fit``: no run has begun then.
     """
     from phalanx.launch.background_run import BackgroundRun
     from phalanx.preflight.supervised_run import RunStarter, train_here
@@ -146,7 +149,7 @@ def _asked(
     launcher: str | LocalLauncher | AttachedTarget,
     settings: dict[str, Any],
 ) -> tuple[Job, RunSpec, Place | None, LocalLauncher | AttachedTarget]:
-    """Return the job with overrides, the run with plan and folder, the place given by torchrun, and the launcher."""
+    """Return the job with overrides, the run with plan and folder, torchrun's place, and the launcher."""
     from phalanx.config.run import override
     from phalanx.launch import default_folder, job_of, place_of_this_process
     from phalanx.launch.local import find_launcher
@@ -215,23 +218,24 @@ def build(
     resume: Resume | None = None,
     checkpoint_every: int | str | None = None,
 ) -> tuple[OwnStep, OwnLoader]:
-    """The step and the loader of ``job`` under ``plan``, for a loop of your own.
+    """Return the step and the loader of ``job`` under ``plan``, for a loop of your own.
 
     ``for batch in loader: metrics = step(batch)`` is the whole loop, under every plan. A plan of several processes is
-    built in each of them: start the script with ``torchrun --nproc-per-node N script.py``. Rank 0 tells the logger
-    ``phalanx`` what the plan does not keep of one device's result, and what it wastes or leaves unread.
+    built in each of them: start the script with ``torchrun --nproc-per-node N script.py``. Rank 0 logs differences from
+    one device, and settings that waste devices or have no effect, to the logger ``phalanx``.
 
-    With a ``run`` the same loop keeps a run folder: ``step(batch)`` records the step, saves and evaluates where that is
-    due, and the loader begins where the run stands, in the middle of an epoch and under another plan, too.
+    With a ``run`` the same loop keeps a run folder: ``step(batch)`` records the step, saves and evaluates if due, and
+    the loader begins at the run's present step, in the middle of an epoch and under another plan, too.
 
     Args:
-        run: the run folder, or all of the run's settings; without it nothing is recorded, and nothing saved.
-        resume: go on from the run's last checkpoint; ``"auto"``: if there is one. In place of what ``run`` says.
-        checkpoint_every: optimizer steps, or time such as ``"15m"``, between checkpoints; in place of ``run``'s.
+        run: the run folder, or all of the run's settings; without it there are no records and no checkpoints.
+        resume: resume from the run's last checkpoint; ``"auto"``: if there is one. Replaces the value in ``run``.
+        checkpoint_every: optimizer steps, or time such as ``"15m"``, between checkpoints; replaces the value in
+            ``run``.
 
     Raises:
-        RefusedError: if the plan cannot serve the job here, or its processes are not there.
-        SpecError: if the run folder cannot be used, or is of another job; or settings of a run are no loop's.
+        RefusedError: if the plan cannot serve the job here, or its processes are missing.
+        SpecError: if the run folder cannot be used, or belongs to another job; or a setting is not for loops.
     """
     from phalanx.config.run import override
     from phalanx.launch import place_of_this_process
@@ -257,8 +261,8 @@ def prove(
 ) -> Proof:
     """Compare ``job`` under ``plan`` with one device over ``steps`` steps; see ``phalanx.verify.prove``.
 
-    One device is a plain PyTorch loop that the job is turned into, or ``against``: a training loop of your own.
-    ``resume``: resume the run from its middle and compare that, too; None does so for small models.
+    One device is a plain PyTorch loop made from the job, or ``against``: a training loop of your own. ``resume``:
+    resume the run from its middle and compare that, too; None does so for small models.
     """
     from phalanx.verify import prove as compare
 
@@ -274,7 +278,7 @@ def prove(
 
 
 def forecast(job: Job, plan: Plan | str, cluster: Cluster | str) -> Forecast:
-    """The memory and time of ``job`` under ``plan`` on ``cluster``, such as ``"8xH100"``; no device need be here.
+    """Return the memory and time of ``job`` under ``plan`` on ``cluster``, such as ``"8xH100"``, without its devices.
 
     Raises:
         RefusedError: if the plan cannot serve the job on that cluster.
@@ -290,13 +294,13 @@ def forecast(job: Job, plan: Plan | str, cluster: Cluster | str) -> Forecast:
 
 
 def plan(job: Job, cluster: Cluster | str) -> Advice:
-    """The best plans for ``job`` on ``cluster``, such as ``"8xH100"``, the best first, and why.
+    """Return the best plans for ``job`` on ``cluster``, such as ``"8xH100"``, the best first, with reasons.
 
     ``plan(job, cluster).ranking.best.plan`` is the best ``Plan``; without one (``ranking.best`` is ``None``) the
-    ``shortfall`` says what is missing.
+    ``shortfall`` gives the missing memory.
 
     Raises:
-        RefusedError: if no plan can deal the job out to so many devices.
+        RefusedError: if no plan can spread the job over so many devices.
         ProfileError: if the model's operations or shapes depend on values.
     """
     from phalanx.planner import advise

@@ -28,12 +28,12 @@ from typing import Any, Self
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing that is wrong in what a user wrote.
+    """One error in a user's input.
 
     Attributes:
         where: the field or option, such as ``plan.zero`` or ``--plan``.
-        given: what was found there.
-        allowed: what may stand there; empty where what was given says all of it.
+        given: the value found there.
+        allowed: the allowed values; empty if ``given`` says all.
         fix: a line to copy that would work.
     """
 
@@ -53,7 +53,7 @@ class PhalanxError(Exception):
 
 
 class SpecError(PhalanxError):
-    """What was written is wrong. ``problems`` lists everything found, not only the first."""
+    """An error in the user's input. ``problems`` lists everything found, not only the first."""
 
     exit_code = 2
 
@@ -66,20 +66,20 @@ class SpecError(PhalanxError):
 
     @classmethod
     def of(cls, where: str, given: str, allowed: str, fix: str) -> Self:
-        """With one problem."""
+        """Build the error with one problem."""
         return cls([Problem(where=where, given=given, allowed=allowed, fix=fix)])
 
 
 class RefusedError(SpecError):
-    """The plan and the job are each valid, but this plan cannot serve this job on this machine."""
+    """A valid plan and a valid job that do not work together on this machine."""
 
 
 class ProfileError(SpecError):
-    """A model does something that cannot be followed without values, so that its costs are not known."""
+    """A model that cannot be traced without values, so that its costs are unknown."""
 
 
 class MissingExtraError(PhalanxError):
-    """An optional package is not installed."""
+    """A missing optional package."""
 
     exit_code = 2
 
@@ -90,29 +90,29 @@ class MissingExtraError(PhalanxError):
 
 
 class RunError(PhalanxError):
-    """A run started and could not go on; exit code 2 where that is found before anything has run.
+    """A run that started and could not continue; exit code 2 if it fails before anything has run.
 
     Attributes:
-        everywhere: all ranks have raised it together, so that none is to be named for it.
+        everywhere: all ranks have raised it together, so no single rank is named.
     """
 
     everywhere = False
 
 
 class LossError(RunError):
-    """The loss is NaN, infinite, or not a sum and a count or a plain mean."""
+    """A loss that is NaN, infinite, or not a sum and a count or a plain mean."""
 
 
 class GradientError(RunError):
-    """Parameters got no gradient, or the optimizer holds other parameters than it was given."""
+    """Parameters without gradient, or an optimizer over other parameters than it was given."""
 
 
 class DataError(RunError):
-    """The data differ between ranks, or end where they must not."""
+    """Data that differ between ranks, or end too early."""
 
 
 class DriftError(RunError):
-    """Replicas that should hold the same parameters do not."""
+    """Replicas with different parameters that should be equal."""
 
 
 class CheckpointError(RunError):
@@ -120,12 +120,12 @@ class CheckpointError(RunError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint does not hold what was written: an earlier one may still be whole.
+    """A checkpoint whose content has changed: an earlier one may still be whole.
 
     Attributes:
         checkpoint: its folder.
-        file: the file in it that is damaged, empty where it is not one.
-        tensor: the tensor that cannot be read, empty where it is not one.
+        file: the damaged file in it, or "".
+        tensor: the unreadable tensor, or "".
     """
 
     def __init__(self, message: str, *, checkpoint: str = "", file: str = "", tensor: str = "") -> None:
@@ -134,19 +134,19 @@ class DamagedError(CheckpointError):
 
 
 class NoneWholeError(CheckpointError):
-    """Each checkpoint that a run could go on from is damaged."""
+    """Damage in every checkpoint that a run could resume from."""
 
 
 class WorkerError(RunError):
-    """A worker process failed.
+    """A failed worker process.
 
     Attributes:
         rank: rank of the first worker that failed.
         step: the optimizer step it was in, ``None`` before the first.
         kind: class name of its exception, or ``signal 9`` and the like.
-        traceback: its own traceback text, empty where a signal ended it.
-        hang: where every rank stands, where one did not come and the others waited; the ``hang`` event of the log.
-        lost: whether a worker was lost, rather than that its code failed or went another way than its peers'.
+        traceback: its own traceback text; empty if a signal ended it.
+        hang: the state of every rank, if one did not come and the others waited; the ``hang`` event of the log.
+        lost: whether a worker was lost, rather than that its code failed or diverged from its peers'.
     """
 
     def __init__(
@@ -160,15 +160,15 @@ class WorkerError(RunError):
 
 
 def error_to_dict(error: Exception) -> dict[str, Any]:
-    """``error`` as JSON, to be raised on another rank."""
+    """Return ``error`` as JSON, to be raised on another rank."""
     problems = [asdict(problem) for problem in error.problems] if isinstance(error, SpecError) else []
     return {"kind": type(error).__name__, "message": str(error), "problems": problems}
 
 
 def error_from_dict(told: Mapping[str, Any]) -> Exception:
-    """The error that ``told``, from ``error_to_dict``, is of: Phalanx's own and Python's come back as what they were.
+    """Build the error from the result of ``error_to_dict``: Phalanx's own and Python's keep their class.
 
-    One of another kind comes as a ``RunError`` that names it.
+    An error of another class becomes a ``RunError`` that names it.
     """
     kind, message = str(told["kind"]), str(told["message"])
     known = globals().get(kind) or vars(builtins).get(kind)
@@ -187,5 +187,5 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(kind: str, message: str) -> bool:
-    """True if an exception of the class ``kind`` says that memory did not suffice, of a device or of the host."""
+    """Return True if an exception of the class ``kind`` reports a lack of memory, on a device or the host."""
     return kind in ("MemoryError", "OutOfMemoryError") or _OUT_OF_MEMORY.search(message) is not None

@@ -37,14 +37,14 @@ def sweep(
 ) -> SweepResult:
     """Train ``job`` with each combination of ``values`` and ``plans``, one after the other, and compare them.
 
-    A combination that cannot be trained, or fails, is a row with its reason, and the others go on.
+    A combination that cannot be trained, or fails, is a row with its reason, and the others continue.
 
     Args:
         job: the path of its file (``"train.py"``, ``"train.py:name"``), its module, or the function that makes it.
         values: those to try, by a name that the job declares by ``px.param``.
         plans: those to train under; without any, each run has the one that ``px.fit`` chooses.
         steps: optimizer steps of each run, in place of the job's length.
-        folder: where the runs' folders are put; ``runs/JOB-sweep-N`` where not given.
+        folder: for the runs' folders; by default ``runs/JOB-sweep-N``.
         watch: as of ``px.fit``.
 
     Returns:
@@ -52,10 +52,9 @@ def sweep(
         of the last step. ``.to_dataframe()`` gives them as a table of pandas.
 
     Raises:
-        SpecError: with everything that is wrong in how names, values and plans are written, and within a worker that
-            torchrun started; nothing has run then.
-        Exception: what the job raises, where it does with every combination; nothing has run.
-        KeyboardInterrupt: after Ctrl-C; the run that it strikes has saved by then, and no other begins.
+        SpecError: with every error in names, values and plans, and within a worker started by torchrun; before any run.
+        Exception: the job's own error, if every combination raises it; before any run.
+        KeyboardInterrupt: after Ctrl-C; the present run has saved by then, and no other begins.
         SystemExit: as of ``px.fit``.
     """
     refuse_within_workers(_EXAMPLE)
@@ -71,21 +70,21 @@ def sweep(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSource:
-    """Where a sweep's jobs come from.
+    """The source of a sweep's jobs.
 
     Attributes:
-        reference: a file or module; empty where ``function`` is given.
-        function: that makes the job.
+        reference: a file or module; empty if ``function`` is given.
+        function: makes the job.
     """
 
     reference: str = ""
     function: Callable[[], object] | None = None
 
     def make(self, values: Mapping[str, Value]) -> Job:
-        """The job with ``values``, as it is now: another combination may have changed what its file holds.
+        """Return the job with ``values``, loaded anew: another combination may have changed its file's state.
 
         Raises:
-            SpecError: as of ``load_job`` and ``px.params``; or what the function gives is no job.
+            SpecError: as of ``load_job`` and ``px.params``; or if the function does not return a job.
         """
         from phalanx.launch.jobfile import load_job
 
@@ -99,7 +98,7 @@ class JobSource:
         return made
 
     def reference_with(self, values: Mapping[str, Value]) -> str:
-        """By which workers load the job with ``values``; the function's name, where one makes it."""
+        """Return the reference by which workers load the job with ``values``, or the function's name."""
         from phalanx.launch.jobfile import with_values
 
         texts = {name: value if isinstance(value, str) else repr(value) for name, value in values.items()}
@@ -107,12 +106,12 @@ class JobSource:
 
     @property
     def name(self) -> str:
-        """The reference as it was given, or the function's name."""
+        """Return the reference as it was given, or the function's name."""
         return self.reference or getattr(self.function, "__name__", "job")
 
     @property
     def stem(self) -> str:
-        """By which folders are called."""
+        """Return the name for folders."""
         from phalanx.launch import Reference
 
         return Reference.parse(self.reference).stem if self.reference else self.name.strip("<>")
@@ -120,7 +119,7 @@ class JobSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Combination:
-    """Values of a job, and the plan; ``None``: the best there is here."""
+    """The values of a job, and the plan; ``None``: the best one here."""
 
     source: JobSource
     values: Mapping[str, Value]
@@ -132,7 +131,7 @@ class Combination:
 
 
 def combined(source: JobSource, values: Mapping[str, Sequence[Value]], plans: Sequence[Plan]) -> list[Combination]:
-    """Each combination of ``values`` and ``plans``, plans varying fastest, then the last name."""
+    """Return each combination of ``values`` and ``plans``, plans varying fastest, then the last name."""
     each = [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
     return [Combination(source=source, values=one, plan=plan) for one in each for plan in plans or [None]]
 
@@ -166,7 +165,7 @@ def _combinations(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisWords:
-    """How whoever asks for a sweep names its values and plans, and a line that would do for each and for all."""
+    """The names of a sweep's values and plans at its caller, and a working line for each and for all."""
 
     values: str = "values"
     plans: str = "plans"
@@ -183,11 +182,11 @@ def axis_problems(
     *,
     given_plans: bool = False,
 ) -> list[Problem]:
-    """What is wrong with the values and the plans of a sweep.
+    """Return the problems of a sweep's values and plans.
 
     Args:
-        written: by name, how values were given, for the errors.
-        given_plans: whether plans were given, of which none may be left.
+        written: by name, the text of values, for the errors.
+        given_plans: whether plans were given, even if none is left.
     """
     problems: list[Problem] = []
     for name, listed in values.items():
@@ -214,13 +213,13 @@ def _unusable(name: object, listed: object) -> str:
 
 
 def refuse_values(wanted: Sequence[Combination]) -> None:
-    """Raise what is wrong with names and types of the values, before the first run begins.
+    """Raise errors in names and types of the values, before the first run begins.
 
-    What the job itself says of a combination is that combination's row.
+    The job's own errors with a combination become that combination's row.
 
     Raises:
-        SpecError: a name is none that the job declares, a value is not of its type, or jobs have unlike ``best``.
-        Exception: what the job raises, where it does with every combination.
+        SpecError: the job does not declare a name, a value is not of its type, or jobs have different ``best``.
+        Exception: the job's own error, if every combination raises it.
     """
     errors: list[Exception] = []
     found: dict[Problem, None] = {}
@@ -246,7 +245,7 @@ def refuse_within_workers(example: str) -> None:
     """Refuse a sweep in a process of torchrun's.
 
     Raises:
-        SpecError: this is one.
+        SpecError: in such a process.
     """
     from phalanx.launch import place_of_this_process
 
@@ -256,13 +255,13 @@ def refuse_within_workers(example: str) -> None:
 
 
 def sweep_folder(stem: str, given: Path | None, where: str) -> Path:
-    """Where the runs' folders are put.
+    """Return the folder for the runs' folders.
 
     Args:
-        where: by which it is ``given``: an argument or an option.
+        where: the argument or option that ``given`` comes from.
 
     Raises:
-        SpecError: there is something in it.
+        SpecError: it is not empty.
     """
     from phalanx.launch import default_folder
 
@@ -276,13 +275,13 @@ def sweep_folder(stem: str, given: Path | None, where: str) -> Path:
 
 @dataclass(kw_only=True, slots=True)
 class SweepRuns:
-    """The runs of a sweep, and what they came to so far.
+    """The runs of a sweep with their results so far.
 
     Attributes:
-        steps: of each run; ``None``: as long as the job says.
+        steps: of each run; ``None``: the job's own.
         count: of all combinations.
-        look: what looks on at the run that writes a log, by a label, and is to be called as ``px.fit``'s ``watch``.
-        best: by which number the runs' jobs compare evaluations.
+        look: returns a watcher for the run with a label, to be called as ``px.fit``'s ``watch``.
+        best: the runs' jobs' criterion for evaluations.
     """
 
     folder: Path
@@ -293,19 +292,19 @@ class SweepRuns:
     best: Best | None = None
 
     def result(self, job: str) -> SweepResult:
-        """What they came to."""
+        """Return the results so far."""
         by = Yardstick(best=self.best)
         rows = tuple(by.ranked(self.rows))
         return SweepResult(job=job, folder=self.folder, rows=rows, yardstick=by, combinations=self.count)
 
     @property
     def exit_code(self) -> int:
-        """0: all were trained; 1: one was refused; 3: one failed."""
+        """Return 0 if all were trained, 1 if one was refused, 3 if one failed."""
         outcomes = {row.outcome for row in self.rows}
         return FAILED if "failed" in outcomes else REFUSED if "refused" in outcomes else 0
 
     def train(self, wanted: Sequence[Combination]) -> None:
-        """Train each and add its row, whatever it comes to. Raises what asks the whole sweep to stop."""
+        """Train each and add its row, for any outcome. Raises errors that stop the whole sweep."""
         for number, one in enumerate(wanted, 1):
             self._run(one, self.folder / f"{number:0{len(str(self.count))}}", f"{number}/{self.count} {one}")
 

@@ -15,7 +15,7 @@ _DURATIONS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from text such as ``80GB``, ``512 MiB`` or ``1024``.
+    """Return bytes from text such as ``80GB``, ``512 MiB`` or ``1024``.
 
     Raises:
         ValueError: if the text is no number with a known unit.
@@ -28,7 +28,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds, more than 0, from text such as ``90s``, ``15m``, ``1.5h`` or ``3d``.
+    """Return seconds, more than 0, from text such as ``90s``, ``15m``, ``1.5h`` or ``3d``.
 
     Raises:
         ValueError: if the text is no finite number above 0 with a known unit.
@@ -44,7 +44,7 @@ def parse_duration(text: str) -> float:
 
 
 def show_bytes(count: float) -> str:
-    """``1536`` → ``1.5 KiB``."""
+    """Return ``1.5 KiB`` for ``1536``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -53,7 +53,7 @@ def show_bytes(count: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """``0.00153`` → ``1.53 ms``; ``95`` → ``1:35``."""
+    """Return ``1.53 ms`` for ``0.00153``, ``1:35`` for ``95``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 1:
@@ -64,14 +64,14 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_clock(seconds: float) -> str:
-    """``95`` → ``1:35``; ``3725`` → ``1:02:05``."""
+    """Return ``1:35`` for ``95``, ``1:02:05`` for ``3725``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def show_count(count: float) -> str:
-    """``1234567`` → ``1.23 M``."""
+    """Return ``1.23 M`` for ``1234567``."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= size:
             return f"{count / size:.3g} {unit}"
@@ -79,18 +79,18 @@ def show_count(count: float) -> str:
 
 
 def show_number(number: float) -> str:
-    """A number with three significant digits, without an exponent from 0.0001 on: ``1,650``."""
+    """Return a number with three significant digits, without an exponent from 0.0001 on: ``1,650``."""
     return f"{float(f'{number:.3g}'):,.15g}" if number == 0 or abs(number) >= 1e-4 else f"{number:.3g}"
 
 
 def show_counted(number: float, noun: str) -> str:
-    """``1 node``, ``2 processes``, ``0.5 GPUs``."""
+    """Return ``1 node``, ``2 processes``, ``0.5 GPUs``."""
     text = f"{int(number)}" if number == int(number) else f"{number:g}"
     return f"{text} {noun}" if number == 1 else f"{text} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def show_names(names: Sequence[str], most: int = 3) -> str:
-    """The first ``most`` names and how many more there are: ``a, b, c and 4 more``."""
+    """Return the first ``most`` names and the number of further ones: ``a, b, c and 4 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -99,10 +99,10 @@ _STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def visible(text: str) -> str:
-    """``text`` with everything that would steer a terminal or a page shown as an escape, such as ``\\x1b``.
+    r"""Return ``text`` with everything that would steer a terminal or a page shown as an escape, such as ``\x1b``.
 
-    That is control characters but for the end of a line and a tab, marks that turn the direction of writing, and what
-    no encoding knows. The very object where there is none.
+    These are control characters except for the end of a line and a tab, marks that turn the direction of writing, and
+    characters that no encoding knows. The same object is returned if there is none.
     """
     return text if _STEERS.search(text) is None else _STEERS.sub(_escaped, text)
 
