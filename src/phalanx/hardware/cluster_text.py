@@ -21,9 +21,10 @@ _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 def cluster(text: str) -> Cluster:
     """Return the cluster for a text or a file, with every figure of the catalog.
 
-    - ``8xH100``: 8 devices in one node; ``H100``: one. ``64xH100``: 8 nodes, as a node of the catalog holds 8. -
-    ``4x8xH100``: 4 nodes of 8. - ``8xA100+8xV100``: nodes of several kinds. They share the slowest of their networks. -
-    ``4x8xH100@200Gb/s``, ``@8x200Gb/s``, ``@25GB/s``: a node's sending rate over the network, in one direction.
+    - ``8xH100``: 8 devices in one node; ``H100``: one. ``64xH100``: 8 nodes, as a node of the catalog holds 8.
+    - ``4x8xH100``: 4 nodes of 8.
+    - ``8xA100+8xV100``: nodes of several kinds. They share the slowest of their networks.
+    - ``4x8xH100@200Gb/s``, ``@8x200Gb/s``, ``@25GB/s``: a node's sending rate over the network, in one direction.
       Without it, each node has the adapters of the catalog, and as many fewer as it has fewer devices.
     - ``path/to/cluster.toml``: a file written by ``Cluster.to_toml``. A device's name may replace its table; then link,
       host and network may be left out.

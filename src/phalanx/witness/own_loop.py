@@ -2,8 +2,9 @@
 
 The loop is a function with any of these arguments:
 
-- ``steps``: number of optimizer steps to take; - ``model``: the job's model with its initial values, in training mode,
-on the device; - ``samples``: the sample numbers of each step's global batch, in order: ``samples[step]``.
+- ``steps``: number of optimizer steps to take;
+- ``model``: the job's model with its initial values, in training mode, on the device;
+- ``samples``: the sample numbers of each step's global batch, in order: ``samples[step]``.
 
 It yields the loss of each step, or returns them as ``losses``; at the end it returns the model, or a dict with
 ``losses`` and ``model``. Any optimizer is observed by torch's own hooks.

@@ -1,15 +1,15 @@
 """Pipeline schedules: each rank's order of stages and micro-batches, for any number of micro-batches.
 
 ==============  =====================================================================  ==========================
-schedule        idea                                                                   source ==============
-=====================================================================  ========================== gpipe           all
-forwards, then all backwards                                       Huang et al. 2019 1f1b            a backward as soon
-as there is one: holds fewer activations            Narayanan et al. 2021 interleaved     several short stages a rank:
-less idle time, more messages             Narayanan et al. 2021 zero-bubble     the weights' half of backward fills the
-gaps                           Qi et al. 2024, ZB1P zbv             the same with stages laid out as a V: rank r holds r
-and 2N - 1 - r    Qi et al. 2024, section 6 dualpipev       a V that pairs each forward with another micro-batch's
-backward        DeepSeek 2024, 2025 ==============
-=====================================================================  ==========================
+schedule        idea                                                                   source
+==============  =====================================================================  ==========================
+gpipe           all forwards, then all backwards                                       Huang et al. 2019
+1f1b            a backward as soon as there is one: holds fewer activations            Narayanan et al. 2021
+interleaved     several short stages a rank: less idle time, more messages             Narayanan et al. 2021
+zero-bubble     the weights' half of backward fills the gaps                           Qi et al. 2024, ZB1P
+zbv             the same with stages laid out as a V: rank r holds r and 2N - 1 - r    Qi et al. 2024, section 6
+dualpipev       a V that pairs each forward with another micro-batch's backward        DeepSeek 2024, 2025
+==============  =====================================================================  ==========================
 
 The orders are those of ``torch.distributed.pipelining`` wherever it has one. Some schedules want a multiple of some
 number of micro-batches, or at least as many as stages. An order for more micro-batches stays valid when the additional
