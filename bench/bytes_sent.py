@@ -22,7 +22,8 @@ from counting import Sent
 from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
 from phalanx.demo.jobs import gpt
-from phalanx.launch import launch, load_job
+from phalanx.launch.jobfile import load_job
+from phalanx.launch.local import launch
 from phalanx.train.assembly import build
 from textbook import Model, terms
 

@@ -28,7 +28,7 @@ import phalanx as px
 from compare import rounds_from_command_line
 from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.train.assembly import build
 
 BAR, SAME, WARM_UP, STEPS = 1.1, 1e-5, 3, 40

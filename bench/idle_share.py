@@ -25,7 +25,7 @@ from compare import rounds_from_command_line
 from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
 from phalanx.config.plan import Schedule
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.placement.schedules import Action, bubble, order
 from phalanx.train.assembly import build
 

@@ -24,7 +24,7 @@ import phalanx as px
 from compare import announce
 from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.train.assembly import build
 from stored import load, save
 

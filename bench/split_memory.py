@@ -16,7 +16,7 @@ import torch
 import jobs
 from phalanx.comm import Place, default_process_group, local
 from phalanx.config import Plan
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.train.assembly import build
 
 BAR = 0.30

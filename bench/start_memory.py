@@ -23,7 +23,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.comm import Place
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.preflight import forecast_here
 from phalanx.train.interruptions import LauncherLink
 from phalanx.train.loop import train

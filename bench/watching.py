@@ -24,7 +24,7 @@ from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
 from phalanx.config.run import DRIFT_EVERY
 from phalanx.demo.jobs.gpt import gpt_job
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.train import step
 from phalanx.train.assembly import build
 from phalanx.train.drift import PARTS, DriftWatch

@@ -75,7 +75,7 @@ def fit(
             folder.
         SystemExit: after SIGTERM, SIGUSR1 and SIGHUP; with 75, ``EX_TEMPFAIL``, once the run has saved.
     """
-    from phalanx.launch import how_to_go_on
+    from phalanx.launch.runfile import how_to_go_on
     from phalanx.preflight.supervised_run import RunStarter, train_here
     from phalanx.report.shown_progress import looked_on
 
@@ -151,8 +151,9 @@ def _asked(
 ) -> tuple[Job, RunSpec, Place | None, LocalLauncher | AttachedTarget]:
     """Return the job with overrides, the run with plan and folder, torchrun's place, and the launcher."""
     from phalanx.config.run import override
-    from phalanx.launch import default_folder, job_of, place_of_this_process
     from phalanx.launch.local import find_launcher
+    from phalanx.launch.runfile import default_folder, job_of
+    from phalanx.launch.torchrun import place_of_this_process
 
     _need(job, Job, "job", "px.fit(job(), plan)")
     _need(run, (RunSpec, str, Path, type(None)), "run", _RUN)
@@ -192,8 +193,8 @@ def _need_cores(cores: int | None) -> None:
 def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None, watch: Watch) -> Run:
     import torch
 
-    from phalanx.launch import raise_stopped
     from phalanx.launch.elastic_size import fitted
+    from phalanx.launch.reaper import raise_stopped
     from phalanx.launch.worker import WorkerStatus, train_as_worker
     from phalanx.report.shown_progress import viewers_of_worker
 
@@ -238,8 +239,8 @@ def build(
         SpecError: if the run folder cannot be used, or belongs to another job; or a setting is not for loops.
     """
     from phalanx.config.run import override
-    from phalanx.launch import place_of_this_process
     from phalanx.launch.own_run import laid_out, own_spec
+    from phalanx.launch.torchrun import place_of_this_process
 
     _need(job, Job, "job", "px.build(job(), plan)")
     _need(run, (RunSpec, str, Path, type(None)), "run", _RUN)

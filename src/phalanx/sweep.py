@@ -112,7 +112,7 @@ class JobSource:
     @property
     def stem(self) -> str:
         """Return the name for folders."""
-        from phalanx.launch import Reference
+        from phalanx.launch.jobfile import Reference
 
         return Reference.parse(self.reference).stem if self.reference else self.name.strip("<>")
 
@@ -247,7 +247,7 @@ def refuse_within_workers(example: str) -> None:
     Raises:
         SpecError: in such a process.
     """
-    from phalanx.launch import place_of_this_process
+    from phalanx.launch.torchrun import place_of_this_process
 
     if place_of_this_process() is not None:
         given, allowed = "within a worker that torchrun started", "one process, which starts the workers of each run"
@@ -263,7 +263,7 @@ def sweep_folder(stem: str, given: Path | None, where: str) -> Path:
     Raises:
         SpecError: it is not empty.
     """
-    from phalanx.launch import default_folder
+    from phalanx.launch.runfile import default_folder
 
     if given is None:
         return default_folder(f"{stem}-sweep")

@@ -21,7 +21,7 @@ from phalanx.config import Plan
 from phalanx.config.sync import within
 from phalanx.errors import WorkerError
 from phalanx.events import faults
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.report.summary import summarise
 from phalanx.train.assembly import Assembly, build
 

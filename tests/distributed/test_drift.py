@@ -24,7 +24,7 @@ from phalanx.config import Plan
 from phalanx.data import records
 from phalanx.errors import RefusedError, WorkerError
 from phalanx.events.schema import faults
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.parallel import assemble
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.report.summary import summarise

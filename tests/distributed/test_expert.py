@@ -19,7 +19,7 @@ from phalanx.comm import Mesh, Place, default_process_group
 from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import Size
 from phalanx.errors import RefusedError
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.parallel import Example
 from phalanx.parallel.expert import by_rows, deal_out, find
 from phalanx.parallel.local_shards import Axis

@@ -19,7 +19,7 @@ from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
 from phalanx.errors import RefusedError, WorkerError
 from phalanx.events import read
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.parallel import assemble
 from phalanx.report.summary import RunSummary, summarise
 from phalanx.train.assembly import build

@@ -18,7 +18,7 @@ import phalanx as px
 from law_rows import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.errors import DataError
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.parallel import deferred_init
 from phalanx.parallel.deferred_init import UnrecordedError, fill, recipes, recorded
 from phalanx.parallel.local_shards.axis import kept

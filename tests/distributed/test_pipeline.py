@@ -16,7 +16,7 @@ from phalanx.comm import Mesh, Place, default_process_group
 from phalanx.config import Plan
 from phalanx.config.plan import Schedule
 from phalanx.demo.jobs.gpt import GPT, Size
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.parallel import Example, MicroBatchWork
 from phalanx.parallel.local_shards import Axis, Cut, Placed, Sliced, is_sliced
 from phalanx.parallel.pipeline import PipelineRunner, cut, messages

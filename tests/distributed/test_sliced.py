@@ -14,7 +14,7 @@ from torch import Tensor
 
 from law_rows import longer
 from phalanx.comm import Place, default_process_group
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced, sliced
 
 torch.manual_seed(0)

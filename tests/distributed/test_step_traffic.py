@@ -23,7 +23,7 @@ from phalanx.config import Plan
 from phalanx.config.model_costs import Profile
 from phalanx.forecast import PHALANX
 from phalanx.forecast.kernels import widths
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.placement.collective_bytes import Exchange
 from phalanx.placement.step_traffic import parameters_held, peers, step_traffic
 from phalanx.train.assembly import build

@@ -18,7 +18,7 @@ from law_rows import longer
 from phalanx.comm import Place, default_process_group, local
 from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import Size, gpt_job
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.placement.ownership import TensorPiece
 from phalanx.train.assembly import build
 from phalanx.train.build_model import build_model

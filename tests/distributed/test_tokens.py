@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from law_rows import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.config.plan import Attention
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.parallel.context.attention import positions
 from phalanx.parallel.context.ring import meetings
 from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced, sliced

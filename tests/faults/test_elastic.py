@@ -21,8 +21,9 @@ from law_rows import longer
 from phalanx.checkpoint import latest
 from phalanx.data import audit
 from phalanx.errors import WorkerError
-from phalanx.launch import Restarts, worker
+from phalanx.launch import worker
 from phalanx.launch.failure import Failure
+from phalanx.launch.restarts import Restarts
 from phalanx.placement.survey_file import stored_survey
 
 pytestmark = pytest.mark.timeout(120)

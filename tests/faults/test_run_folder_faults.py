@@ -27,7 +27,7 @@ from phalanx.config import RunSpec
 from phalanx.config.run_files import RUN_FILES
 from phalanx.errors import PhalanxError, SpecError, WorkerError
 from phalanx.events import read
-from phalanx.launch import RunFolder
+from phalanx.launch.runfile import RunFolder
 
 TOY = """
 import time

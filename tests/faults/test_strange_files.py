@@ -28,7 +28,7 @@ from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.errors import SpecError
 from phalanx.events import SCHEMA_VERSION
 from phalanx.hardware import cluster
-from phalanx.launch import RunFolder
+from phalanx.launch.runfile import RunFolder
 from phalanx.parallel.survey import survey
 from phalanx.placement.survey_file import survey_to_dict
 

@@ -30,7 +30,7 @@ from ssh_hosts import SshServers, ssh_servers
 import phalanx as px
 from phalanx.checkpoint import checkpoints, verify
 from phalanx.errors import RunError, SpecError, WorkerError
-from phalanx.launch import load_job
+from phalanx.launch.jobfile import load_job
 from phalanx.launch.targets import ssh
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import phalanx as px
 from law_rows import longer
 from phalanx.config import Plan
-from phalanx.launch import look_ahead
+from phalanx.launch.side_process import look_ahead
 from phalanx.parallel import ddp
 from phalanx.train.findings import Findings
 from phalanx.train.step import Step

@@ -19,8 +19,8 @@ from phalanx.cli import bench
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.demo.jobs import digits, gpt
 from phalanx.errors import Problem, RefusedError, SpecError
-from phalanx.launch import look_ahead
 from phalanx.launch.local import LocalLauncher
+from phalanx.launch.side_process import look_ahead
 from phalanx.planner import Question
 from phalanx.planner.advise import forecast_plan
 from phalanx.preflight import cluster_for

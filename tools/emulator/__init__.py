@@ -15,7 +15,9 @@ from emulator.process import Quotas
 from phalanx.comm import Place
 from phalanx.config import Job, RunSpec
 from phalanx.device_kinds import interface_variables
-from phalanx.launch import RunFolder, launch, worker_pool
+from phalanx.launch import worker_pool
+from phalanx.launch.local import launch
+from phalanx.launch.runfile import RunFolder
 from phalanx.launch.worker_process import run_worker
 from phalanx.train.interruptions import LauncherLink
 from phalanx.train.loop import train

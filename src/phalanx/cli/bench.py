@@ -113,7 +113,7 @@ def _plans(counts: Sequence[int] | None, plans: Sequence[Plan]) -> list[Plan]:
 
 def refuse_plans(job: Job, plans: Sequence[Plan]) -> None:
     """Raise what is wrong with any of the plans before the first is measured."""
-    from phalanx.launch import look_ahead
+    from phalanx.launch.side_process import look_ahead
     from phalanx.train.assembly import refuse
 
     problems: list[Problem] = []

@@ -82,7 +82,7 @@ def _question(target: Target | None, given: Given, own: Mapping[str, str], pytho
     Raises:
         SpecError: with everything that is wrong in the values of the run together.
     """
-    from phalanx.launch import load_job
+    from phalanx.launch.jobfile import load_job
     from phalanx.preflight.launch_check import LaunchQuestion
 
     where = LaunchQuestion(reference=given.job, plan=given.plan, folder=given.folder or Path("runs"), target=target)

@@ -201,8 +201,7 @@ def launch_question(
     Raises:
         SpecError: with everything that is wrong in the values together, or in the job.
     """
-    from phalanx.launch import load_job
-    from phalanx.launch.jobfile import going_on
+    from phalanx.launch.jobfile import going_on, load_job
     from phalanx.launch.targets import Submission
     from phalanx.preflight.launch_check import LaunchQuestion
 

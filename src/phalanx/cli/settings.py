@@ -164,7 +164,7 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
 
 def params_settings(reference: str, declared: Iterable[DeclaredParam], overridden: str) -> list[Setting]:
     """The values that a job declares, and which of them were ``overridden`` and where."""
-    from phalanx.launch import Reference
+    from phalanx.launch.jobfile import Reference
     from phalanx.report.tables import Setting
 
     given = dict(Reference.parse(reference).values)

@@ -64,8 +64,7 @@ def train(given: Given, launcher: str, how: RunDisplay) -> None:
     """Train what is ``given`` by ``launcher``. Raises as ``fit`` does."""
     earlier, job = earlier_run(given), given.job
 
-    from phalanx.launch import load_job
-    from phalanx.launch.jobfile import declared_values, going_on
+    from phalanx.launch.jobfile import declared_values, going_on, load_job
 
     own = job
     if earlier:
@@ -147,7 +146,7 @@ class _Output:
         return Follower(self._run.folder / EVENTS, viewers)
 
     def _drawn(self) -> str:
-        from phalanx.launch import ElasticSize
+        from phalanx.launch.elastic_size import ElasticSize
         from phalanx.parallel import device_kind
         from phalanx.report.drawing import draw
 

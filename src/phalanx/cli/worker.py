@@ -36,7 +36,7 @@ def command(ctx: click.Context, runfile: Path, job: str, as_json: bool) -> None:
 
 def _speaks() -> bool:
     """Return True if this is the first of all workers, or nobody knows which is."""
-    from phalanx.launch import place_of_this_process
+    from phalanx.launch.torchrun import place_of_this_process
 
     try:
         place = place_of_this_process()

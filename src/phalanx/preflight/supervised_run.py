@@ -13,25 +13,19 @@ from phalanx.config import Job, RunSpec
 from phalanx.config.run_files import EVENTS
 from phalanx.errors import PhalanxError, SpecError, WorkerError
 from phalanx.events.following import Follower, callback_viewers
-from phalanx.launch import (
-    ElasticSize,
-    Launch,
-    LookAhead,
-    Reference,
-    Restarts,
-    RunFolder,
-    look_ahead,
-    record,
-    settled,
-    supervise,
-)
+from phalanx.launch.elastic_size import ElasticSize
+from phalanx.launch.failure import record
 from phalanx.launch.first_step import first_step_checked
+from phalanx.launch.jobfile import Reference
 from phalanx.launch.local import LocalLauncher, refuse_copies, refuse_what_needs_a_fork
 from phalanx.launch.reaper import StopRequest, ignore_signal
-from phalanx.launch.runfile import absolute, check_folder
+from phalanx.launch.restarts import Restarts
+from phalanx.launch.runfile import RunFolder, absolute, check_folder, settled
+from phalanx.launch.side_process import LookAhead, look_ahead
+from phalanx.launch.supervision import supervise
 from phalanx.launch.targets import AttachedTarget, forget_handed_over, one_launch_at_a_time, refuse_handed_over
 from phalanx.launch.targets.target import Submission
-from phalanx.launch.worker_process import StepReport, WorkerFunction
+from phalanx.launch.worker_process import Launch, StepReport, WorkerFunction
 from phalanx.preflight.launch_check import refuse_plan
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
 from phalanx.train import loop

@@ -233,7 +233,7 @@ class Run:
             CheckpointError: the checkpoint is damaged.
             LossError: the loss or a metric is of a wrong form.
         """
-        from phalanx.launch import place_of_this_process
+        from phalanx.launch.torchrun import place_of_this_process
         from phalanx.train.trained_model import evaluate_stored
 
         if self.job is None:

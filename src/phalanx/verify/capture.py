@@ -18,7 +18,8 @@ from phalanx.checkpoint.sections import MODEL, OPTIMIZER, name_in, put_in, take_
 from phalanx.comm import Place, default_process_group, device_for
 from phalanx.config import Job, Plan, RunSpec, Schedule
 from phalanx.config.run_files import CHECKPOINTS
-from phalanx.launch import launch, make_ready
+from phalanx.launch.local import launch
+from phalanx.launch.torch_warmup import make_ready
 from phalanx.train import loop
 from phalanx.train.assembly import build
 from phalanx.train.findings import Findings

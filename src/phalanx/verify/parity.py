@@ -10,7 +10,8 @@ from typing import Any
 
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError, SpecError, WorkerError
-from phalanx.launch import LookAhead, look_ahead, make_ready
+from phalanx.launch.side_process import LookAhead, look_ahead
+from phalanx.launch.torch_warmup import make_ready
 from phalanx.train.assembly import refuse
 from phalanx.train.findings import Findings
 from phalanx.verify import compare

@@ -18,7 +18,7 @@ from phalanx.comm import Place, device_for
 from phalanx.config import Job, Plan
 from phalanx.config.plan import Device, Precision
 from phalanx.errors import RefusedError
-from phalanx.launch import launch
+from phalanx.launch.local import launch
 from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import batch_statistics, device_kind, dropouts
 from phalanx.train.build_model import build_model
