@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from phalanx.config.run import Resume
     from phalanx.forecast import Forecast
     from phalanx.launch.local import LocalLauncher
-    from phalanx.launch.targets import AttachedTarget
+    from phalanx.launch.targets.target import AttachedTarget
     from phalanx.planner import Advice
     from phalanx.report.shown_progress import Watch
     from phalanx.train.own_step import OwnLoader, OwnStep

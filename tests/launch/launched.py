@@ -20,10 +20,10 @@ from torch import nn
 
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, SpecError
-from phalanx.launch.check_hosts import TargetHost, run_here
-from phalanx.launch.targets import AttachedTarget, Offer, Option, Prepared, QueueTarget, Standing, Submission
+from phalanx.launch.check_hosts.asked_program import TargetHost, run_here
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
-from phalanx.launch.targets.offer import misfit
+from phalanx.launch.targets.offer import Offer, misfit
+from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, QueueTarget, Standing, Submission
 
 JOB = """
 import time

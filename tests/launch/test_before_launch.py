@@ -21,9 +21,11 @@ from phalanx.cli import main
 from phalanx.config import Plan
 from phalanx.errors import RunError
 from phalanx.hardware import cluster
-from phalanx.launch.check_hosts import CheckTime
-from phalanx.launch.targets import TARGETS, Offer, QueueTarget, find_target, target_class
+from phalanx.launch.check_hosts.asked_program import CheckTime
 from phalanx.launch.targets import ray as ray_target
+from phalanx.launch.targets.find_target import TARGETS, find_target, target_class
+from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.target import QueueTarget
 from phalanx.preflight import launch_check
 
 IMAGES = {"kubernetes", "sagemaker"}

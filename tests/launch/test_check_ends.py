@@ -21,16 +21,11 @@ from ssh_hosts import ssh_servers
 from law_rows import longer
 from phalanx.cli import main
 from phalanx.errors import RunError
-from phalanx.launch.check_hosts import (
-    HostFacts,
-    HostSurvey,
-    ThisMachine,
-    asked_program,
-    findings,
-    run_here,
-    survey,
-)
-from phalanx.launch.check_hosts.host_answer import MARK, LinkFacts, read_answer
+from phalanx.launch.check_hosts import asked_program
+from phalanx.launch.check_hosts.asked_program import ThisMachine, run_here
+from phalanx.launch.check_hosts.host_answer import MARK, HostFacts, LinkFacts, read_answer
+from phalanx.launch.check_hosts.host_findings import findings
+from phalanx.launch.check_hosts.host_survey import HostSurvey, survey
 from phalanx.preflight import launch_check
 
 DATA = "data=lambda: px.Table(x=x, y=x[:, :4].argmax(1))"

@@ -26,8 +26,9 @@ from phalanx.config import Plan
 from phalanx.data import audit
 from phalanx.errors import RunError
 from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Standing, Submission, kubernetes, kubernetes_manifest
+from phalanx.launch.targets import kubernetes, kubernetes_manifest
 from phalanx.launch.targets.kubernetes import KubernetesTarget
+from phalanx.launch.targets.target import Standing, Submission
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 30

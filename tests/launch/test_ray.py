@@ -21,10 +21,10 @@ from launched import submission, until, write_job
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RefusedError, RunError, SpecError
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets import Prepared
 from phalanx.launch.targets import ray as ray_target
 from phalanx.launch.targets.ray import RayTarget, laid_on
 from phalanx.launch.targets.ray_driver import LOST, RayDriver, RayNode, main
+from phalanx.launch.targets.target import Prepared
 
 CPUS = [(f"n{number}", {"CPU": 4.0}) for number in range(3)]
 GPUS = [("head", {"CPU": 2.0}), *((f"g{number}", {"CPU": 64.0, "GPU": 8.0}) for number in range(2))]

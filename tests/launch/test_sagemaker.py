@@ -15,9 +15,10 @@ from launched import shared, submission
 from phalanx.config import Job, RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.code_files import digest_of
-from phalanx.launch.targets import Submission, log_of, write_ticket
 from phalanx.launch.targets.aws_calls import AwsCalls
+from phalanx.launch.targets.handed_over import log_of, write_ticket
 from phalanx.launch.targets.sagemaker import LOGS, SageMakerTarget
+from phalanx.launch.targets.target import Submission
 from phalanx.report.run_standing import run_standing
 
 moto = pytest.importorskip("moto")

@@ -26,10 +26,11 @@ import phalanx as px
 from emulator import Hosts
 from phalanx.launch.reaper import SAVED, die_with, fork
 from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Submission, sagemaker_node
+from phalanx.launch.targets import sagemaker_node
 from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.sagemaker import SageMakerTarget
 from phalanx.launch.targets.sagemaker_node import main
+from phalanx.launch.targets.target import Submission
 
 pytestmark = pytest.mark.timeout(240)
 REQUIRED = {**NEEDED["sagemaker"], "instance": "ml.m5.large"}

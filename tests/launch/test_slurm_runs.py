@@ -21,8 +21,8 @@ from law_rows import longer
 from phalanx.config import Plan
 from phalanx.errors import RunError
 from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Submission
 from phalanx.launch.targets.slurm import SlurmTarget
+from phalanx.launch.targets.target import Submission
 
 pytestmark = pytest.mark.timeout(300)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "slurm.md"

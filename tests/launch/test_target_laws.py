@@ -24,22 +24,12 @@ from phalanx.cli.launch import launch_question
 from phalanx.cli.settings import Given, earlier_run
 from phalanx.config import RunSpec
 from phalanx.errors import RunError, SpecError
-from phalanx.launch.check_hosts import HostSurvey
+from phalanx.launch.check_hosts.host_survey import HostSurvey
 from phalanx.launch.reaper import fork
-from phalanx.launch.targets import (
-    TARGETS,
-    AttachedTarget,
-    Prepared,
-    QueueTarget,
-    Standing,
-    Submission,
-    Target,
-    find_target,
-    settled_options,
-    ssh,
-    target_class,
-    ticket_of,
-)
+from phalanx.launch.targets import ssh
+from phalanx.launch.targets.find_target import TARGETS, find_target, settled_options, target_class
+from phalanx.launch.targets.handed_over import ticket_of
+from phalanx.launch.targets.target import AttachedTarget, Prepared, QueueTarget, Standing, Submission, Target
 from phalanx.preflight import launch_check
 
 HOSTS = "".join(f'[[host]]\nname = "{name}"\naddress = "127.0.0.1"\n' for name in ("n1", "n2"))

@@ -22,7 +22,7 @@ from phalanx.cli.settings import Given, earlier_run, settle
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.errors import LossError, Problem, RefusedError, SpecError, WorkerError
-from phalanx.launch.targets import TARGETS, target_class
+from phalanx.launch.targets.find_target import TARGETS, target_class
 
 
 def invoke(*argv: str) -> Result:

@@ -192,7 +192,7 @@ def look_at_command(name: str, words: list[str]) -> None:
     from phalanx.cli.settings import Given, settle
     from phalanx.hardware import cluster
     from phalanx.launch.jobfile import load_function, load_job, with_values
-    from phalanx.launch.targets import find_target, settled_options
+    from phalanx.launch.targets.find_target import find_target, settled_options
     from phalanx.parallel import check
     from phalanx.train.look_ahead import preview
 

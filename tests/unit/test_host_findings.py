@@ -11,16 +11,10 @@ from typing import Any
 import pytest
 
 from phalanx.config import Plan
-from phalanx.launch.check_hosts import (
-    DeviceFacts,
-    HostAnswer,
-    HostFacts,
-    HostSurvey,
-    LinkAnswer,
-    Needs,
-    findings,
-    workers_of,
-)
+from phalanx.launch.check_hosts.group_findings import Needs, workers_of
+from phalanx.launch.check_hosts.host_answer import DeviceFacts, HostAnswer, HostFacts, LinkAnswer
+from phalanx.launch.check_hosts.host_findings import findings
+from phalanx.launch.check_hosts.host_survey import HostSurvey
 
 pytestmark = pytest.mark.quick
 GIB = 2**30

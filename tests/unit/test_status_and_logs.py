@@ -22,7 +22,8 @@ from phalanx.cli import main, status
 from phalanx.errors import RunError
 from phalanx.events import EventLog
 from phalanx.files import Token, release, take
-from phalanx.launch import targets
+from phalanx.launch.targets import handed_over
+from phalanx.launch.targets.target import QueueTarget, Standing
 from phalanx.launch.worker_process import OutputRelay, leave_warnings_to_rank_0
 from phalanx.report import run_standing
 from phalanx.train.user_traceback import format_for_user, origin, users_frames
@@ -103,8 +104,8 @@ class TestStatus:
     def test_one_that_its_target_knows_nothing_of_is_asked_to_stop(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target = create_autospec(targets.QueueTarget, instance=True)
-        target.standing.return_value = targets.Standing(state="unknown")
+        target = create_autospec(QueueTarget, instance=True)
+        target.standing.return_value = Standing(state="unknown")
         monkeypatch.setattr(run_standing, "_ticket", lambda folder: (target, {"to": "slurm"}))
         assert not run_standing.stop_run(run_of(tmp_path, step(0)))
         target.stop.assert_called_once_with({"to": "slurm"}, tmp_path)
@@ -154,7 +155,7 @@ class TestLogs:
         """As of pods whose volume is not seen here: first there is neither what they print nor what workers leave."""
         files = [tmp_path / "rank-1.log", tmp_path / "pods-rank-1.log"]
         (run_of(tmp_path) / files[1]).write_text("hello\n")
-        monkeypatch.setattr(targets, "log_of", lambda *_: files.pop(0))
+        monkeypatch.setattr(handed_over, "log_of", lambda *_: files.pop(0))
         monkeypatch.setattr(status, "_SOON", 0.001)
         assert invoke("logs", str(tmp_path), "--rank", "1", "--follow").stdout == "hello\n"
 

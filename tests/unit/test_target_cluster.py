@@ -12,18 +12,11 @@ from phalanx.comm.mesh import Mesh
 from phalanx.config import Cluster, Plan
 from phalanx.errors import SpecError
 from phalanx.hardware import entry
-from phalanx.launch.check_hosts import (
-    DeviceFacts,
-    HostAnswer,
-    HostFacts,
-    HostFinding,
-    HostSurvey,
-    LinkAnswer,
-    Needs,
-    findings,
-)
-from phalanx.launch.targets import Offer
-from phalanx.launch.targets.offer import misfit, nearest_plan
+from phalanx.launch.check_hosts.group_findings import HostFinding, Needs
+from phalanx.launch.check_hosts.host_answer import DeviceFacts, HostAnswer, HostFacts, LinkAnswer
+from phalanx.launch.check_hosts.host_findings import findings
+from phalanx.launch.check_hosts.host_survey import HostSurvey
+from phalanx.launch.targets.offer import Offer, misfit, nearest_plan
 from phalanx.launch.targets.slurm import offer_of
 from phalanx.preflight.target_cluster import cluster_there
 

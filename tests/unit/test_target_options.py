@@ -10,10 +10,11 @@ import pytest
 
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import SpecError
-from phalanx.launch.targets import TARGETS, Submission, Target, find_target, settled_options
+from phalanx.launch.targets.find_target import TARGETS, find_target, settled_options
 from phalanx.launch.targets.kubernetes import KubernetesTarget
 from phalanx.launch.targets.ray import offer_of
 from phalanx.launch.targets.slurm import SlurmTarget
+from phalanx.launch.targets.target import Submission, Target
 
 pytestmark = pytest.mark.quick
 QUEUES = {

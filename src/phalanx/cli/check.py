@@ -16,7 +16,7 @@ from phalanx.cli.settings import Given
 from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:
-    from phalanx.launch.targets import Target
+    from phalanx.launch.targets.target import Target
     from phalanx.preflight.launch_check import LaunchQuestion
 
 _NO = 1
@@ -56,7 +56,7 @@ def command(ctx: click.Context, job: str, to: str | None, python: str | None, as
       phalanx check train.py --to slurm --nodes 4 --time 12h --plan fsdp=32
       phalanx check train.py --to ray:http://head:8265 --plan fsdp=8
     """
-    from phalanx.launch.targets import find_target, settled_options
+    from phalanx.launch.targets.find_target import find_target, settled_options
     from phalanx.preflight.launch_check import launch_check
     from phalanx.report.command_tables import host_table
 

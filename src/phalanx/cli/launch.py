@@ -18,7 +18,7 @@ from phalanx.errors import SpecError
 from phalanx.units import show_names
 
 if TYPE_CHECKING:
-    from phalanx.launch.targets import QueueTarget, Submission, Target
+    from phalanx.launch.targets.target import QueueTarget, Submission, Target
     from phalanx.preflight import PlanChoice
     from phalanx.preflight.before_launch import BeforeLaunch
     from phalanx.preflight.launch_check import LaunchCheck, LaunchQuestion
@@ -30,7 +30,7 @@ class _LaunchCommand(RunCommand):
     """Below its own options ``--help`` has those of each target."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from phalanx.launch.targets import TARGETS, target_class
+        from phalanx.launch.targets.find_target import TARGETS, target_class
 
         super().format_options(ctx, formatter)
         for name in TARGETS:
@@ -84,7 +84,8 @@ def command(
       phalanx launch train.py --to ray:http://head:8265 --plan "fsdp=8"
     """
     from phalanx.cli.train import RunDisplay, train
-    from phalanx.launch.targets import AttachedTarget, QueueTarget, find_target, settled_options
+    from phalanx.launch.targets.find_target import find_target, settled_options
+    from phalanx.launch.targets.target import AttachedTarget, QueueTarget
 
     target = find_target(to)
     own = settled_options(target, ctx.args)
@@ -132,7 +133,7 @@ def _under_its_plan(question: LaunchQuestion, choice: PlanChoice | None, *, quie
 def _refuse_folder(target: QueueTarget, run: RunSpec, question: LaunchQuestion) -> None:
     """Refuse the folder of ``run``, as it was asked for, if it cannot begin in it, or is handed over already."""
     from phalanx.launch.runfile import absolute
-    from phalanx.launch.targets import refuse_handed_over
+    from phalanx.launch.targets.handed_over import refuse_handed_over
 
     assert question.job
     refuse_handed_over(absolute(run).folder)
@@ -143,7 +144,7 @@ def _hand_over(
     target: QueueTarget, run: RunSpec, submission: Submission, question: LaunchQuestion, to: str, *, as_json: bool
 ) -> None:
     """Hand the run over, and say where it is."""
-    from phalanx.launch.targets import one_launch_at_a_time, write_ticket
+    from phalanx.launch.targets.handed_over import one_launch_at_a_time, write_ticket
 
     folder = submission.run.folder
     with one_launch_at_a_time(folder):
@@ -176,7 +177,7 @@ def refuse_python(target: Target | None, to: str | None, python: str | None) -> 
     Raises:
         SpecError: the run is one of hosts, whose file names it, or of this machine.
     """
-    from phalanx.launch.targets import QueueTarget
+    from phalanx.launch.targets.target import QueueTarget
 
     if not python or isinstance(target, QueueTarget):
         return
@@ -202,7 +203,7 @@ def launch_question(
         SpecError: with everything that is wrong in the values together, or in the job.
     """
     from phalanx.launch.jobfile import going_on, load_job
-    from phalanx.launch.targets import Submission
+    from phalanx.launch.targets.target import Submission
     from phalanx.preflight.launch_check import LaunchQuestion
 
     chooses, earlier = leaves_plan_open(given), earlier_run(given)

@@ -50,7 +50,7 @@ def command(folder: Path, rank: int | None, following: bool, as_json: bool) -> N
 
 
 def _log(folder: Path, rank: int | None) -> Path:
-    from phalanx.launch.targets import UnmarkedError, log_of
+    from phalanx.launch.targets.handed_over import UnmarkedError, log_of
     from phalanx.launch.targets.launch_folder import attached_log
 
     try:

@@ -22,7 +22,7 @@ from phalanx.events import finite
 from phalanx.units import visible
 
 if TYPE_CHECKING:
-    from phalanx.launch.targets import Prepared
+    from phalanx.launch.targets.target import Prepared
 
 STOPPED = 130  # exit code after Ctrl-C
 

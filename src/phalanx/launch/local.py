@@ -22,7 +22,7 @@ from phalanx.launch.worker_pool import WorkerPool
 from phalanx.launch.worker_process import Launch, WorkerFunction
 
 if TYPE_CHECKING:
-    from phalanx.launch.targets import AttachedTarget
+    from phalanx.launch.targets.target import AttachedTarget
 
 
 @final
@@ -88,7 +88,8 @@ def find_launcher(given: str | LocalLauncher | AttachedTarget) -> LocalLauncher 
     Raises:
         SpecError: there is none of that name, or the file is wrong.
     """
-    from phalanx.launch.targets import AttachedTarget, find_target
+    from phalanx.launch.targets.find_target import find_target
+    from phalanx.launch.targets.target import AttachedTarget
 
     found = LocalLauncher() if given == "local" else given
     found = find_target(found) if isinstance(found, str) and ":" in found else found

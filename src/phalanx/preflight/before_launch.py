@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from phalanx.config import Job
-from phalanx.launch.targets import AttachedTarget
+from phalanx.launch.targets.target import AttachedTarget
 from phalanx.preflight.launch_check import LaunchCheck, LaunchQuestion, launch_check, surveyed
 from phalanx.preflight.plan_choice import PlanChoice, choose_plan
 from phalanx.preflight.target_cluster import cluster_offered, cluster_there

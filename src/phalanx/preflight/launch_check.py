@@ -14,20 +14,15 @@ from phalanx.device_kinds import on_host
 from phalanx.errors import Problem, RunError, SpecError
 from phalanx.hardware import entry
 from phalanx.hardware.probe import Gpu, matched, measured
-from phalanx.launch.check_hosts import (
-    CheckTime,
-    HostAnswer,
-    HostFinding,
-    HostSurvey,
-    Needs,
-    ThisMachine,
-    findings,
-    survey,
-)
+from phalanx.launch.check_hosts.asked_program import CheckTime, ThisMachine
+from phalanx.launch.check_hosts.group_findings import HostFinding, Needs
+from phalanx.launch.check_hosts.host_answer import HostAnswer
+from phalanx.launch.check_hosts.host_findings import findings
+from phalanx.launch.check_hosts.host_survey import HostSurvey, survey
 from phalanx.launch.elastic_size import allowed_plans
 from phalanx.launch.runfile import settled
 from phalanx.launch.side_process import Send, SideProcess, look_ahead
-from phalanx.launch.targets import AttachedTarget, QueueTarget, Submission, Target
+from phalanx.launch.targets.target import AttachedTarget, QueueTarget, Submission, Target
 from phalanx.preflight.machine_forecast import cluster_for, one_line
 from phalanx.train.assembly import refuse
 from phalanx.train.build_model import size_of

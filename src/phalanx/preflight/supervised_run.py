@@ -23,8 +23,8 @@ from phalanx.launch.restarts import Restarts
 from phalanx.launch.runfile import RunFolder, absolute, check_folder, settled
 from phalanx.launch.side_process import LookAhead, look_ahead
 from phalanx.launch.supervision import supervise
-from phalanx.launch.targets import AttachedTarget, forget_handed_over, one_launch_at_a_time, refuse_handed_over
-from phalanx.launch.targets.target import Submission
+from phalanx.launch.targets.handed_over import forget_handed_over, one_launch_at_a_time, refuse_handed_over
+from phalanx.launch.targets.target import AttachedTarget, Submission
 from phalanx.launch.worker_process import Launch, StepReport, WorkerFunction
 from phalanx.preflight.launch_check import refuse_plan
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little

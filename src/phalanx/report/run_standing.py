@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import PhalanxError, RunError, SpecError
 from phalanx.files import Writer, is_written, writer_of
-from phalanx.launch.targets import Standing, UnmarkedError, is_handed_over, ticket_of
+from phalanx.launch.targets.handed_over import UnmarkedError, is_handed_over, ticket_of
+from phalanx.launch.targets.target import Standing
 from phalanx.report.summary import run_log
 
 if TYPE_CHECKING:

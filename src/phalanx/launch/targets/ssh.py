@@ -30,7 +30,7 @@ from phalanx.config.run_files import EVENTS
 from phalanx.errors import Problem, RunError, SpecError
 from phalanx.events.log import EventReader, last_failure
 from phalanx.files import replace_text
-from phalanx.launch.check_hosts import TargetHost, asking, ended_by_signals, run_here
+from phalanx.launch.check_hosts.asked_program import TargetHost, asking, ended_by_signals, run_here
 from phalanx.launch.check_hosts.host_findings import way_there
 from phalanx.launch.code_files import digest_of
 from phalanx.launch.failure import Failure, failure_of_exit, record, signal_name, worker_error
