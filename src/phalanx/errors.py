@@ -159,7 +159,7 @@ class WorkerError(RunError):
         self.lost = False
 
 
-def error_to_dict(error: Exception) -> dict[str, Any]:
+def error_to_dict(error: BaseException) -> dict[str, Any]:
     """Return ``error`` as JSON, to be raised on another rank."""
     problems = [asdict(problem) for problem in error.problems] if isinstance(error, SpecError) else []
     return {"kind": type(error).__name__, "message": str(error), "problems": problems}

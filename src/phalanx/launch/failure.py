@@ -20,22 +20,17 @@ from phalanx.comm.roll_call import reports_lost_peer
 from phalanx.config.run_files import EVENTS
 from phalanx.errors import (
     PhalanxError,
-    Problem,
-    ProfileError,
-    RefusedError,
     RunError,
-    SpecError,
     WorkerError,
+    error_from_dict,
+    error_to_dict,
     is_out_of_memory,
 )
 from phalanx.events import EventLog
 from phalanx.train.user_traceback import format_for_user
 
-_WRITTEN = (SpecError, RefusedError, ProfileError)
 _MISMATCH = re.compile(r"Received data size doesn't match expected size|Watchdog caught collective operation timeout")
 _GAVE_UP = re.compile(r"timed out|timeout|doesn't match expected size", re.IGNORECASE)
-_LOADER_DIED = re.compile(r"DataLoader worker \(pid.*?\) (is killed|exited)")
-"""Not what torch says of an exception in such a process, which lives on: "Caught ... in DataLoader worker process"."""
 _LESS_MEMORY = "use less memory: a smaller micro= in the plan, then recompute=full, then fsdp= over more devices"
 
 
@@ -90,15 +85,13 @@ class Failure:
 def describe_error(error: BaseException) -> dict[str, Any]:
     """What a worker reports about its own exception: the fields of a Failure that only the worker knows, as JSON."""
     fields: dict[str, Any] = {
-        "kind": type(error).__name__,
-        "message": str(error),
+        **error_to_dict(error),
         "traceback": "",
         "time": time.monotonic(),
         "lost_peer": reports_lost_peer(error),
         "expected": isinstance(error, PhalanxError),
         "everywhere": isinstance(error, RunError) and error.everywhere,
         "exit_code": error.exit_code if isinstance(error, PhalanxError) else 3,
-        "problems": [asdict(problem) for problem in error.problems] if isinstance(error, _WRITTEN) else [],
     }
     with suppress(MemoryError):  # the kind and the message are worth more than nothing
         fields["traceback"] = format_for_user(error)
@@ -144,12 +137,9 @@ def gave_up(failure: Failure) -> bool:
     return failure.lost_peer and _GAVE_UP.search(failure.message) is not None
 
 
-def refusal(failure: Failure) -> SpecError | None:
-    """What a worker refused, as the launcher would have, had it known; ``None`` where it failed otherwise."""
-    if not failure.problems:
-        return None
-    kind = next((error for error in _WRITTEN if error.__name__ == failure.kind), SpecError)
-    return kind(Problem(**fields) for fields in failure.problems)
+def refusal(failure: Failure) -> Exception | None:
+    """Return the error by which a worker refused the job or the plan; ``None`` if it failed otherwise."""
+    return error_from_dict(asdict(failure)) if failure.problems else None
 
 
 def worker_error(failure: Failure, world_size: int, *, memory_kills: int, launched: bool = True) -> WorkerError:
@@ -200,48 +190,42 @@ def record(error: Exception, folder: Path) -> None:
 
 
 def advice(failure: Failure, world_size: int, *, memory_kills: int) -> str:
-    """What to do about a failure that Phalanx did not foresee; empty where its own message says all that is known."""
+    """Return advice about a failure that Phalanx did not foresee; empty if its own message says all that is known."""
+    if failure.signal == signal.SIGKILL and memory_kills:
+        return f"the kernel ended a process here because memory ran out; {_LESS_MEMORY}"
     if failure.signal:
-        return _advice_for_signal(failure.signal, world_size, memory_kills)
-    if _LOADER_DIED.search(failure.message):
-        if memory_kills or "Killed" in failure.message:
-            return "a data loading process ran out of memory: fewer workers= in the job, or smaller samples"
-        return "a data loading process died: try workers=0 in the job, which shows its own error; or enlarge /dev/shm"
-    if known := next((what for words, what in _BY_MESSAGE.items() if words in failure.message), ""):
+        return _BY_SIGNAL.get(failure.signal, "something outside sent this signal; the job itself did not fail")
+    said = f"{failure.kind}: {failure.message}"
+    if known := next((advice for pattern, advice in _BY_MESSAGE.items() if re.search(pattern, said)), ""):
         return known
     if is_out_of_memory(failure.kind, failure.message):
         return _LESS_MEMORY
-    if failure.kind in ("ModuleNotFoundError", "ImportError"):
-        return "install the missing package here, or import it at the top of the job file to see it earlier"
-    if failure.kind.startswith("exit "):
-        return "see what the worker has printed; if that is nothing, something in it called os._exit()"
     if failure.lost_peer:
         return "a connection between workers broke, though none of them died first: see the network and its timeouts"
     return 'to see it alone, run the same job on one device: plan="single"' if world_size > 1 else ""
 
 
 _BY_MESSAGE = {
+    r"DataLoader worker \(pid.*?\) (is killed|exited)": "a data loading process died, perhaps as memory ran out: "
+    "fewer workers= in the job, or workers=0, which shows its own error; or enlarge /dev/shm",
     "unable to allocate shared memory": "enlarge /dev/shm (docker run --shm-size=8g), or set workers=0 in the job",
     "explicit nodesplitter": "nodesplitter=lambda urls: urls, so that each rank reads all of it; or px.TarFiles",
     "Too many open files": "a larger limit (ulimit -n 65536), or fewer workers=, prefetch= or tensors a sample",
     "No space left on device": "free some disk space, then go on from the last whole checkpoint with resume=True",
     "stack expects each tensor to be equal size": "samples of unlike sizes: collate= of the job may pad them to one",
+    "^(ModuleNotFound|Import)Error:": "install the missing package here, or import it at the top of the job file",
+    "^exit ": "see what the worker has printed; if that is nothing, something in it called os._exit()",
 }
-
-
-def _advice_for_signal(number: int, world_size: int, memory_kills: int) -> str:
-    if number == signal.SIGKILL and memory_kills:
-        return f"the kernel ended it because memory ran out; {_LESS_MEMORY}"
-    if number == signal.SIGKILL:
-        outside = "something outside ended it: kill -9, a batch system's limit, or the kernel when memory runs out"
-        return f"{outside} (dmesg | grep -i oom); if it was memory, {_LESS_MEMORY}"
-    if number == signal.SIGBUS:
-        return "shared memory or a memory-mapped file ran out of room: enlarge /dev/shm, or set workers=0 in the job"
-    if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
-        several = 'run it on one device (plan="single"); if it crashes there too, ' if world_size > 1 else ""
-        code = "compiled code crashed, not Python: the traceback shows the last Python line before it"
-        return f"{code}. {several}suspect the extension named in that line, or its version"
-    return "something outside sent this signal; nothing is wrong with the job as far as can be seen here"
+_CRASH = (
+    "compiled code crashed, not Python: the traceback shows the last Python line before it. "
+    'If it crashes on one device (plan="single"), too, suspect the extension named in that line, or its version'
+)
+_BY_SIGNAL: dict[int, str] = {
+    signal.SIGKILL: "something outside ended it: kill -9, a batch system's limit, or the kernel when memory runs out "
+    f"(dmesg | grep -i oom); if it was memory, {_LESS_MEMORY}",
+    signal.SIGBUS: "shared memory or a memory-mapped file ran out of room: enlarge /dev/shm, or set workers=0",
+    **dict.fromkeys((signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE), _CRASH),
+}
 
 
 def signal_name(number: int) -> str:
@@ -253,22 +237,8 @@ def signal_name(number: int) -> str:
 
 
 def memory_kills() -> int:
-    """Processes the kernel has ended for lack of memory: in this cgroup where it counts them, else on this machine."""
-    counters = [Path("/proc/vmstat")]
-    try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                counters[:0] = [Path("/sys/fs/cgroup") / path.strip("/") / "memory.events"]
-            elif "memory" in controllers.split(","):
-                counters[:0] = [Path("/sys/fs/cgroup/memory") / path.strip("/") / "memory.oom_control"]
-    except (OSError, ValueError):
-        pass
-    for counter in counters:
-        try:
-            found = re.search(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)
-        except OSError:
-            continue
-        if found:
-            return int(found[1])
+    """Return the processes that this machine's kernel has ended for lack of memory; 0 if it does not say."""
+    with suppress(OSError):
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
     return 0

@@ -9,21 +9,29 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NoReturn, Self, final
 
 import torch
 
 from phalanx.config import Job, Plan
-from phalanx.errors import DataError, GradientError, LossError, Problem, RefusedError, SpecError
+from phalanx.errors import (
+    DataError,
+    GradientError,
+    LossError,
+    PhalanxError,
+    RefusedError,
+    SpecError,
+    error_from_dict,
+    error_to_dict,
+)
 from phalanx.launch.reaper import fork, kill_group
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready_to_look
 from phalanx.launch.worker_process import detach, renew_autograd
@@ -33,7 +41,6 @@ from phalanx.train.lr_schedule import START, RunStart
 
 Send = Callable[[dict[str, Any]], None]
 
-_CHUNK = 65536
 _SPARE = 15  # niceness: about a thirtieth of a core that others want, too
 _LOOK = 0.2  # seconds between looks at whether the launcher is still there
 
@@ -47,15 +54,14 @@ class SideProcess:
 
     def __init__(self, work: Callable[[Send], None], *, shown: bool = False) -> None:
         """``shown``: its output goes where this process's does, and it computes with all threads; else to nowhere."""
-        reading, writing = os.pipe()
+        self._messages, writing = Pipe(duplex=False)
         launcher = os.getpid()
+        self.done = False  # True once no more messages will come
         self.pid = fork()
         if self.pid == 0:
-            os.close(reading)
+            self._messages.close()
             _run(work, writing, launcher, shown)
-        os.close(writing)
-        self._reading: int | None = reading
-        self._text = b""
+        writing.close()
         self._status: int | None = None
 
     def __enter__(self) -> Self:
@@ -64,29 +70,13 @@ class SideProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def done(self) -> bool:
-        """True if no more messages will come."""
-        return self._reading is None and b"\n" not in self._text
-
     def next(self, timeout: float | None = 0.0) -> dict[str, Any] | None:
         """Return its next message; ``None`` if there is none within ``timeout`` seconds, or any more."""
-        until = None if timeout is None else time.monotonic() + timeout
-        while b"\n" not in self._text and self._reading is not None:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._reading, selectors.EVENT_READ)
-                if not selector.select(None if until is None else max(0.0, until - time.monotonic())):
-                    return None
-            data = os.read(self._reading, _CHUNK)
-            self._text += data
-            if not data:
-                os.close(self._reading)
-                self._reading = None
-        line, newline, rest = self._text.partition(b"\n")
-        if not newline:
+        try:
+            return json.loads(self._messages.recv_bytes()) if not self.done and self._messages.poll(timeout) else None
+        except (EOFError, OSError):  # the second: it was killed within a message
+            self.done = True
             return None
-        self._text = rest
-        return json.loads(line)
 
     def exit_code(self) -> int | None:
         """Return its exit code once it has ended, negative for a signal; ``None`` before."""
@@ -100,9 +90,8 @@ class SideProcess:
 
     def close(self) -> None:
         """End the process and those that it started; safe to call twice."""
-        if self._reading is not None:
-            os.close(self._reading)
-            self._reading = None
+        self.done = True
+        self._messages.close()
         if self._status is None:
             kill_group(self.pid, signal.SIGKILL)
             self._status = 0
@@ -110,7 +99,7 @@ class SideProcess:
                 os.waitpid(self.pid, 0)
 
 
-def _run(work: Callable[[Send], None], writing: int, launcher: int, shown: bool) -> NoReturn:
+def _run(work: Callable[[Send], None], writing: Connection, launcher: int, shown: bool) -> NoReturn:
     try:
         if shown:
             detach(None)
@@ -119,13 +108,7 @@ def _run(work: Callable[[Send], None], writing: int, launcher: int, shown: bool)
             detach(launcher, *(os.open(os.devnull, os.O_WRONLY) for _ in range(2)))
             torch.set_num_threads(1)  # the one number that is safe whatever the launcher has computed before
             renew_autograd()
-
-        def send(message: dict[str, Any]) -> None:
-            data = memoryview(json.dumps(message).encode() + b"\n")
-            while data:
-                data = data[os.write(writing, data) :]
-
-        work(send)
+        work(lambda message: writing.send_bytes(json.dumps(message).encode()))
     finally:
         os._exit(0)
 
@@ -147,7 +130,7 @@ def take_spare_time() -> None:
 Afterwards = Callable[[Findings, Send], None]
 """Work of the process after its look: given its findings, it sends messages."""
 
-_REFUSED_IN_FIRST_STEP = (LossError, GradientError, DataError)
+_REFUSED = (SpecError, LossError, GradientError, DataError)
 _PATIENCE = 60.0  # seconds that a run waits for the look; workers look at a model that takes longer to build
 
 
@@ -191,11 +174,9 @@ class LookAhead:
 
 
 def _findings(answer: dict[str, Any]) -> Findings:
-    if problems := answer.get("problems"):
-        kind = RefusedError if answer["kind"] == RefusedError.__name__ else SpecError
-        raise kind(Problem(**problem) for problem in problems)
-    if "message" in answer:
-        error = next(kind for kind in _REFUSED_IN_FIRST_STEP if kind.__name__ == answer["kind"])(answer["message"])
+    if "error" in answer:
+        error = error_from_dict(answer["error"])
+        assert isinstance(error, PhalanxError)
         error.exit_code = RefusedError.exit_code  # nothing has run
         raise error
     return Findings.from_dict(answer)
@@ -208,10 +189,8 @@ def _look(looking: Callable[[], Findings], afterwards: Afterwards | None, send: 
     try:
         found = looking()
         answer = found.to_dict()
-    except SpecError as error:
-        answer = {"kind": type(error).__name__, "problems": [asdict(problem) for problem in error.problems]}
-    except _REFUSED_IN_FIRST_STEP as error:
-        answer = {"kind": type(error).__name__, "message": str(error)}
+    except _REFUSED as error:
+        answer = {"error": error_to_dict(error)}
     except Exception:  # the job's own error, which a worker shows with its traceback
         answer = {}
     send({"look": answer})

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,7 +22,14 @@ from phalanx.config import Job, RunSpec
 from phalanx.config.run import override
 from phalanx.config.run_files import EVENTS
 from phalanx.device_kinds import kind_named
-from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
+from phalanx.errors import (
+    PhalanxError,
+    RefusedError,
+    RunError,
+    WorkerError,
+    error_from_dict,
+    error_to_dict,
+)
 from phalanx.events.following import Viewer, callback_viewers, followed
 from phalanx.files import join, read_text, token_of
 from phalanx.launch.elastic_size import devices_before, fitted, record_resize
@@ -38,7 +45,6 @@ from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
 from phalanx.launch.torchrun import (
     AGENT,
     SharedStands,
-    agent_serves,
     begun_before,
     claim,
     note_begun,
@@ -155,11 +161,6 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None, v
         refuse_job(job, run.plan)
     make_ready(run.plan)
     leave_compiler_out()
-    if run.devices and run.resume is False and started_by_agent() and not agent_serves():
-        # workers that cannot find out whether there were some before them have to be told that they may go on
-        given = f'resume = false with devices = "{run.devices}": when hosts come or go, workers begin anew'
-        allowed = '"auto", by which they go on where there is something to go on from'
-        raise SpecError.of(where="run.resume", given=given, allowed=allowed, fix='resume = "auto"')
     with within_folder(job, run, status, runfile, viewers) as run:
         place, found = status.place, Findings()
         if run.plan.server:
@@ -278,15 +279,11 @@ def decided_by_rank_0(place: Place, decide: Callable[[], str], about: str) -> st
         return decide()
     store = PrefixStore(f"phalanx/{about}", meet(place))
     if place.rank == 0:
-        answer: dict[str, object] = {}
+        answer: dict[str, object] = {"error": error_to_dict(RunError("rank 0 could not prepare the run"))}
         try:
             answer = {"decision": (decision := decide())}
-        except SpecError as error:
-            refused = isinstance(error, RefusedError)
-            answer = {"problems": [asdict(problem) for problem in error.problems], "refused": refused}
-            raise
-        except BaseException as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+        except Exception as error:
+            answer = {"error": error_to_dict(error)}
             raise
         finally:
             store.set("answer", json.dumps(answer))
@@ -295,9 +292,6 @@ def decided_by_rank_0(place: Place, decide: Callable[[], str], about: str) -> st
     while not store.check(["answer"]) and time.monotonic() < until:  # a proof may take longer than any exchange
         time.sleep(_SOON)
     decided = json.loads(store.get("answer"))
-    if "problems" in decided:
-        kind = RefusedError if decided["refused"] else SpecError
-        raise kind([Problem(**problem) for problem in decided["problems"]])
     if "error" in decided:
-        raise RunError(f"rank 0 could not prepare the run: {decided['error']}")
+        raise error_from_dict(decided["error"])
     return decided["decision"]
