@@ -6,7 +6,6 @@ workers then find the module loaded and only call its function again.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import hashlib
@@ -22,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from phalanx.config import Job
@@ -114,13 +112,9 @@ def load_job(reference: str) -> Job:
         SpecError: there is no such file or function, the file fails, or what the function returns is no ``Job``. A
             SpecError of the job itself passes through unchanged.
     """
-    where = Reference.parse(reference)
-    overrides, asked, reference = (
-        ParamOverrides(given=dict(where.values), texts=True),
-        reference,
-        with_no_values(reference),
-    )
-    with _accelerators_left_alone(), _command_line_kept(reference), overriding(overrides):
+    where, asked, reference = Reference.parse(reference), reference, with_no_values(reference)
+    overrides = ParamOverrides(given=dict(where.values), texts=True)
+    with _left_alone(), overriding(overrides):
         module = _loaded(where, reference, overrides)
         function = _find(module, where, reference)
         _needs_no_arguments(function, where, reference)
@@ -141,22 +135,24 @@ def with_no_values(reference: str) -> str:
 
 
 def _loaded(where: Reference, reference: str, overrides: ParamOverrides) -> ModuleType:
-    """The module of a job, imported with the overrides that it reads at its top level."""
+    """Return the module of a job, imported with the overrides that it reads at its top level."""
     key = str(where.file or where.module)
     declared = _declared_by.get(key, {})
     again = any(overrides.value(one.name, one.default) != one.value for one in declared.values())
-    if again:
-        loaded = {getattr(sys.modules.get(name), "__file__", None): name for name in reversed(_stamps)}
-        _stamps.pop(loaded.get(str(where.file), ""), None)
-    module = _import_file(where.file, reference) if where.file else _import_module(where.module, reference)
-    if again and not where.file:
-        with _explained(reference, None, reference):
-            module = importlib.reload(module)
+    module = _import(where, reference, again=again)
     if overrides.declared or again:
         _declared_by[key] = dict(overrides.declared)  # it was imported now
     else:
         overrides.declared.update(declared)
     return module
+
+
+def _import(where: Reference, reference: str, *, again: bool = False) -> ModuleType:
+    if where.file:
+        return _import_file(where.file, reference, again=again)
+    module = _import_module(where.module, reference)
+    with _explained(reference, None, reference):
+        return importlib.reload(module) if again else module
 
 
 def load_function(reference: str) -> Callable[..., object]:
@@ -167,8 +163,8 @@ def load_function(reference: str) -> Callable[..., object]:
     """
     where = Reference.parse(reference)
     named = reference.endswith(f":{where.function}")
-    with _accelerators_left_alone(), _command_line_kept(reference):
-        module = _import_file(where.file, reference) if where.file else _import_module(where.module, reference)
+    with _left_alone():
+        module = _import(where, reference)
         if named:
             return _find(
                 module, where, reference, _A_LOOP, f"{reference.removesuffix(where.function)}{_loop_in(module)}"
@@ -202,43 +198,22 @@ def _split_file(text: str) -> tuple[str, str, str]:
 
 
 @contextmanager
-def _accelerators_left_alone() -> Iterator[None]:
-    """Let a job file ask at its module level whether there is an accelerator without beginning to use one.
+def _left_alone() -> Iterator[None]:
+    """Let a job file ask if there is an accelerator without using one, and keep our own options from it.
 
-    After that no worker forked from this process could use it.
+    A process that uses an accelerator could not fork workers that do.
     """
     wanted = {name: value for kind in all_kinds() for name, value in kind.asks_lightly().items()}
-    before = {name: os.environ.get(name) for name in wanted}
+    before, argv = {name: os.environ.get(name) for name in wanted}, sys.argv
     os.environ.update(wanted)
+    sys.argv = argv[:1]
     try:
         yield
     finally:
+        sys.argv = argv
         for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _command_line_kept(reference: str) -> Iterator[None]:
-    """Keep the options of this program from a job's file: they are not its own, and others in each process."""
-    before, parser, parse = sys.argv, argparse.ArgumentParser, argparse.ArgumentParser.parse_known_args
-
-    def parsed(self: argparse.ArgumentParser, args: Any = None, *more: Any, **how: Any) -> Any:
-        if args is not None:
-            return parse(self, args, *more, **how)
-        given = "code that parses the command line (sys.argv) as it is loaded, where the options of phalanx stand"
-        raise SpecError.of(reference, given, "values that the code declares by px.param", _NO_OPTIONS)
-
-    sys.argv, parser.parse_known_args = before[:1], parsed
-    try:
-        yield
-    finally:
-        sys.argv, parser.parse_known_args = before, parse
-
-
-_NO_OPTIONS = 'px.param("lr", 0.1) in the file and phalanx train FILE --set lr=0.5, or parser.parse_args([])'
+            os.environ.pop(name, None)
+            os.environ.update({name: value} if value is not None else {})
 
 
 @contextmanager
@@ -261,12 +236,12 @@ def _fix(error: BaseException) -> str:
     """What would mend the user's code, where that can be told from the error."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         missing = error.name.partition(".")[0]
-        names = [str(one.f_globals.get("__name__", "")) for one, _ in traceback.walk_tb(error.__traceback__)]
-        if missing in ("tensorflow", "jax") and any(name.partition(".")[0] == "keras" for name in names):
+        if missing in ("tensorflow", "jax"):
             return 'os.environ["KERAS_BACKEND"] = "torch" before keras is imported, or KERAS_BACKEND=torch in the shell'
         return "pip install 'phalanx[transformers]'" if missing == "transformers" else f"pip install {missing}"
-    if isinstance(error, IndexError) and "sys.argv" in (traceback.extract_tb(error.__traceback__)[-1].line or ""):
-        return _NO_OPTIONS.partition(", or")[0]
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    if "sys.argv" in line or (isinstance(error, SystemExit) and error.code == 2):  # the second is argparse's
+        return 'px.param("lr", 0.1) in the file and phalanx train FILE --set lr=0.5'
     unknown = re.match(r"Job\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     if isinstance(error, TypeError) and unknown:
         names = [field.name for field in dataclasses.fields(Job)]
@@ -286,14 +261,14 @@ def _tail(error: BaseException, file: str | None) -> str:
     return "\n".join(f"    | {line}" for line in kept)
 
 
-def _import_file(file: Path, reference: str) -> ModuleType:
+def _import_file(file: Path, reference: str, *, again: bool) -> ModuleType:
     if not file.is_file():
         raise _no_such_file(file, reference)
     stat = file.stat()
     stamp = (stat.st_mtime_ns, stat.st_size)
     name = _module_name(file)
     loaded = sys.modules.get(name)
-    if loaded is not None and _stamps.get(name) == stamp:
+    if loaded is not None and _stamps.get(name) == stamp and not again:
         return loaded
 
     # as Python does for a script; it stays, for what model() and data() import later
