@@ -18,7 +18,7 @@ from phalanx.cli.train import command
 from phalanx.config import Plan, RunSpec
 from phalanx.config.run_files import EVENTS, LAUNCH_FILES, RUN_FILES
 from phalanx.errors import SpecError
-from phalanx.files import replace_text, single_writer
+from phalanx.files import single_writer
 from phalanx.launch import run_secret
 from phalanx.launch.runfile import RunFolder, absolute, default_folder, set_aside, settled
 from phalanx.launch.targets import kubernetes, sagemaker
@@ -217,21 +217,6 @@ def test_who_goes_on_from_an_earlier_step_gives_later_ones_up(tmp_path: Path) ->
     saved(run, 6)
     set_aside(run)
     assert [path.name for path in (folder / "set-aside-2").iterdir()] == ["step-00000006"]
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_run_that_is_refused_before_it_begins_has_set_nothing_aside(begun: bool, tmp_path: Path) -> None:
-    prepare_run(spec(tmp_path / "run"))
-    run = spec(tmp_path / "run", resume=True, from_step=2)
-    saved(run, 2, 4, 6)
-    with RunFolder(run) as entered:
-        assert entered.prepare().from_step is None
-        assert checkpoint.latest(run.folder / "checkpoints") == run.folder / "checkpoints" / "step-00000002"
-        if begun:
-            replace_text(run.folder / "run.toml", absolute(run).to_toml())
-    there = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
-    refused, went_on = ["step-00000002", "step-00000004", "step-00000006"], ["set-aside-1", "step-00000002"]
-    assert there == (went_on if begun else refused)
 
 
 def test_a_step_whose_checkpoint_is_damaged_is_not_gone_on_from(tmp_path: Path) -> None:

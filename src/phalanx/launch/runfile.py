@@ -7,13 +7,13 @@ import re
 import shlex
 import stat
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, final
 
 from phalanx.config import Job, RunSpec
 from phalanx.config.run_files import CHECKPOINTS, EVENTS, RUN_FILES, RUN_TOML
-from phalanx.errors import CheckpointError, Problem, SpecError
+from phalanx.errors import CheckpointError, SpecError
 from phalanx.events.log import own_failure, read
 from phalanx.files import read_text, refuse_links, refuse_taken, release, take, token_of
 from phalanx.launch.jobfile import Reference
@@ -39,7 +39,6 @@ class RunFolder:
         """
         self.folder, self.run = run.folder, run
         self._job, self._given = job, given
-        self._aside: Aside | None = None
 
     def __enter__(self) -> Self:
         """
@@ -70,8 +69,8 @@ class RunFolder:
         take(folder)
         check_folder(self.run, job=self._job, given=self._given)  # another may have come and gone in it meanwhile
         give_back(folder / CHECKPOINTS)
-        fetch(self.run)
-        self._aside = set_aside(self.run)
+        _fetch(self.run)
+        set_aside(self.run)
         return replace(settled(self.run), from_step=None)
 
     def again(self) -> RunSpec:
@@ -86,8 +85,6 @@ class RunFolder:
         return settled(self.run)
 
     def __exit__(self, *_: object) -> None:
-        if self._aside:
-            self._aside.give_back_unless_begun()
         if token := token_of(self.folder):
             release(token)
 
@@ -165,41 +162,21 @@ def _refuse_another_job(run: RunSpec, job: Job, newest: Path) -> None:
     from phalanx.checkpoint import read_state
     from phalanx.train.state import identity
 
-    try:
-        saved: Any = read_state(newest).get("identity")
-    except CheckpointError:
-        return  # the workers go on from the one before it
-    if not isinstance(saved, dict):
-        return  # the workers say what is wrong with it
-    now = identity(job)
-    other = [name for name in now if name in saved and saved[name] != now[name]]
-    if not other:
-        return
-    if other == ["batch"]:
-        fix = f"resume=True, batch={saved['batch']}"
-    else:
-        as_it_was = ", ".join(f"{name}={saved[name]!r}" for name in other)
-        fix = f'{as_it_was} in the job; or folder="{next_free(run.folder)}", a run of its own'
-    differs = "; ".join(f"{name}: {saved[name]} there, {now[name]} now" for name in other)
-    raise SpecError(
-        [
-            Problem(
-                where="run.resume",
-                given=f"{newest}, which belongs to another job ({differs})",
-                allowed="the job as it was: else a step would mean other samples",
-                fix=fix,
-            )
-        ]
-    )
+    saved, now = dict[str, Any](), identity(job)
+    with suppress(CheckpointError, TypeError, ValueError):  # the workers say what is wrong with it
+        saved.update(read_state(newest).get("identity") or {})
+    other = [name for name in now if saved.get(name, now[name]) != now[name]]
+    if other:
+        differs = "; ".join(f"{name}: {saved[name]} there, {now[name]} now" for name in other)
+        raise SpecError.of(
+            where="run.resume",
+            given=f"{newest}, which belongs to another job ({differs})",
+            allowed="the job as it was: else a step would mean other samples",
+            fix=", ".join(f"{name}={saved[name]!r}" for name in other),
+        )
 
 
-def fetch(run: RunSpec) -> None:
-    """Where ``run`` goes on: fetch the checkpoint that it goes on from out of its mirror, if that is not in its folder.
-
-    Raises:
-        SpecError: the mirror is none.
-        CheckpointError: it cannot be read.
-    """
+def _fetch(run: RunSpec) -> None:
     if not (run.mirror and run.resume):
         return
     from phalanx.checkpoint.mirror import fetch_newest, fetch_step
@@ -228,33 +205,16 @@ def settled(run: RunSpec) -> RunSpec:
     return replace(run, resume=_newest(run.folder) is not None or bool(_damages(run.folder)))
 
 
-@dataclass(frozen=True, slots=True)
-class Aside:
-    """Checkpoints of a course that is given up, in a folder of their own; and when what was asked was written last."""
+def set_aside(run: RunSpec) -> None:
+    """Move checkpoints of later steps than ``run`` resumes from to ``set-aside-N``, beside it.
 
-    folder: Path
-    written: int
-
-    def give_back_unless_begun(self) -> None:
-        """Where the run was refused before it began, which is when it writes what was asked: as it was."""
-        checkpoints = self.folder.parent
-        if _written(checkpoints.parent) == self.written:
-            for path in list(self.folder.iterdir()):
-                path.rename(checkpoints / path.name)
-            self.folder.rmdir()
-
-
-def set_aside(run: RunSpec) -> Aside | None:
-    """Where ``run`` goes on from an earlier checkpoint: those of later steps are of a course that is given up.
-
-    They go to a folder ``set-aside-N`` beside it, so that no later resume takes them for the newest; in the mirror once
-    the run has begun.
+    No later resume then takes them for the newest.
 
     Raises:
         SpecError: there is no checkpoint of that step, or it is damaged, which is read to be sure.
     """
     if run.from_step is None:
-        return None
+        return
     from phalanx.checkpoint import verify
     from phalanx.checkpoint.folder import is_complete
 
@@ -270,21 +230,10 @@ def set_aside(run: RunSpec) -> Aside | None:
         fix = f"resume=True, from_step={others[-1]}" if others else "a new run, without from_step"
         raise SpecError.of("run.from_step", f"{run.from_step}, {problems[0]}", allowed, fix)
     later = [path for step, path in sorted(steps.items()) if step > run.from_step]
-    if not later:
-        return None
     aside = next_free(folder / "set-aside-0")
-    aside.mkdir()
     for path in later:
+        aside.mkdir(exist_ok=True)
         path.rename(aside / path.name)
-    return Aside(aside, _written(run.folder))
-
-
-def _written(folder: Path) -> int:
-    """When what was asked was written last, in nanoseconds."""
-    try:
-        return (folder / RUN_TOML).lstat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 def default_folder(job_name: str, base: Path = Path("runs")) -> Path:
