@@ -27,12 +27,12 @@ def torchrun_command(*words: str, ranks: int = 2) -> list[str]:
 
 def forbid_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail the test if a launcher of this host starts a worker."""
-    from phalanx.launch.local import LocalLauncher
+    from phalanx.launch.worker_pool import WorkerPool
 
     def started(*_: Any) -> Any:
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(LocalLauncher, "start", started)
+    monkeypatch.setattr(WorkerPool, "start", started)
 
 
 LIMIT = 60.0  # seconds to wait for the others

@@ -22,7 +22,7 @@ import phalanx as px
 from law_rows import longer
 from phalanx.cli import main
 from phalanx.errors import SpecError
-from phalanx.launch import local
+from phalanx.launch.worker_pool import WorkerPool
 
 
 def batches(steps: int) -> Any:
@@ -110,7 +110,7 @@ def test_another_model_and_other_data_are_refused_before_a_worker_starts(
     shop("dp=2", steps=2)
     before = Path("run/events.jsonl").read_bytes()
     started = list[Any]()
-    monkeypatch.setattr(local.LocalLauncher, "start", lambda *given: started.append(given))
+    monkeypatch.setattr(WorkerPool, "start", lambda *given: started.append(given))
     with pytest.raises(SpecError, match=words) as refused:
         px.fit(job(shuffle=False, **OTHERS[words]), plan, folder="run", forecast="none", steps=4, resume=True)
     assert 'folder="run-anew"' in str(refused.value)

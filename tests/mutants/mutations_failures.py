@@ -23,17 +23,10 @@ FAILURES = (
         ("test faults/test_elastic.py often_as_was_said",),
     ),
     Mutation(
-        "restarts: a run that never begins counts as unlucky",
-        RESTARTS,
-        "often = 3 if outside and failure.step is not None else 2",
-        "often = 3 if outside else 2",
-        ("test faults/test_elastic.py no_accident",),
-    ),
-    Mutation(
         "restarts: what was saved since the last one is not looked at",
         RESTARTS,
-        "self._idle = 0 if step > furthest or saved != known else self._idle + 1",
-        "self._idle = 0 if step > furthest else self._idle + 1",
+        "failure.kind, self._saved())",
+        "failure.kind)",
         ("test faults/test_elastic.py saved_in_between",),
     ),
     Mutation(

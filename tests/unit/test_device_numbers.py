@@ -184,23 +184,21 @@ def failure(step: int | None, **how: Any) -> Failure:
 
 @pytest.mark.quick
 class TestRestarts:
-    @pytest.mark.parametrize(("kills", "starts"), [(0, 3), (1, 2)])  # memory that ran out is no accident
-    def test_the_same_again_is_a_reason_for_fewer(self, kills: int, starts: int, tmp_path: Path) -> None:
+    def test_the_same_again_is_a_reason_for_fewer(self, tmp_path: Path) -> None:
         restarts = Restarts(9, tmp_path, size())
         found = list[int]()
-        while restarts.allow(failure(5), memory_kills=kills):
+        while restarts.allow(failure(5)):
             assert restarts.size
             found.append(restarts.size.devices)
-        assert found == [*[4] * (starts - 1), *[3] * starts, *[2] * starts, *[1] * starts][: len(found)]
-        assert len(found) == 9 if kills == 0 else found[-1] == 1
+        assert found == [4, 3, 3, 2, 2, 1, 1]
 
     def test_fewer_devices_are_a_reason_whatever_failed(self, tmp_path: Path) -> None:
         there = [4]
         restarts = Restarts(3, tmp_path, size(lambda: there[0]))
         broken = failure(5, signal=0, kind="AcceleratorError")
-        assert not restarts.allow(broken, memory_kills=0)
+        assert not restarts.allow(broken)
         there[0] = 2
-        assert restarts.allow(broken, memory_kills=0)
+        assert restarts.allow(broken)
         assert restarts.size
         assert (restarts.size.devices, restarts.count) == (2, 1)
 

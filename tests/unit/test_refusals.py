@@ -19,8 +19,8 @@ from phalanx.cli import bench
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.demo.jobs import digits, gpt
 from phalanx.errors import Problem, RefusedError, SpecError
-from phalanx.launch.local import LocalLauncher
 from phalanx.launch.side_process import look_ahead
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.planner import Question
 from phalanx.planner.advise import forecast_plan
 from phalanx.preflight import cluster_for
@@ -206,7 +206,7 @@ def test_forecast_and_show_refuse_what_a_model_or_an_optimizer_is_refused_for(na
 def test_every_verb_refuses_the_same_before_a_worker_starts(
     name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalLauncher, "start", not_started)
+    monkeypatch.setattr(WorkerPool, "start", not_started)
     given, plan = job(name), Plan.parse(text)
     found = refusals(given, plan)
     assert found
@@ -242,7 +242,7 @@ def test_forecast_and_show_refuse_what_a_run_does(
     def started(*_: Any) -> Any:
         raise StartedError
 
-    monkeypatch.setattr(LocalLauncher, "start", started)
+    monkeypatch.setattr(WorkerPool, "start", started)
     plan, found = Plan.parse(text), list[Problem]()
     try:
         px.fit(job(name), plan, folder=tmp_path / "run")
@@ -259,7 +259,7 @@ def test_forecast_and_show_refuse_what_a_run_does(
 def test_how_a_run_begins_is_refused_before_a_worker_starts(
     how: dict[str, Any], given: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalLauncher, "start", not_started)
+    monkeypatch.setattr(WorkerPool, "start", not_started)
     monkeypatch.setattr("phalanx.launch.runfile.check_folder", lambda *_, **__: None)  # there is nothing to resume from
     run = RunSpec(job="scheduler", plan=Plan.parse(text), folder=tmp_path / "run", **how)
     with pytest.raises(RefusedError, match=f"StepLR on the optimizer .*{given}"):

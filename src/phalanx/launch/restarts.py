@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 from typing import final
@@ -11,9 +10,6 @@ from phalanx.config.run_files import CHECKPOINTS, EVENTS
 from phalanx.events import EventLog
 from phalanx.launch.elastic_size import ElasticSize, record_resize
 from phalanx.launch.failure import Failure
-
-_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE}
-"""Signals that come from outside; the others are of a crash in the job's own code or in what it calls."""
 
 _LONGEST = 30.0  # seconds between a failure and the next start
 
@@ -24,13 +20,13 @@ class Restarts:
 
     A run restarts after a worker was lost: ended by a signal, cut off from its peers, or not come to an exchange within
     the timeout. It does not restart after an exception of the job's own code, nor after ranks were in different
-    exchanges. The same loss again, with no new checkpoint in between, ends the run: the second time, or the third if a
-    signal came from outside. A run whose number of devices may change then continues with fewer.
+    exchanges. The same loss twice in a row, with no new checkpoint in between, ends the run. A run whose number of
+    devices may change then continues with fewer.
 
     Attributes:
         count: restarts so far.
         starts: how often workers have been started.
-        pause: seconds to wait before the next start: 0 if the run has come further, else 1, then 2, 4 and so on.
+        pause: seconds to wait before the next start: 0 at first, then 1, 2, 4 and so on.
         size: the number of devices; ``None`` if it does not change.
     """
 
@@ -38,14 +34,13 @@ class Restarts:
         """``folder`` is the run's."""
         self.count, self.starts, self.pause, self.size = 0, 0, 0.0, size
         self._limit, self._folder = limit, folder
-        self._failures: list[tuple[object, ...]] = []
-        self._furthest, self._idle = (-1, list[str]()), 0
+        self._before: tuple[object, ...] = ()
         self._lost: Failure | None = None
         self._since, self._source, self._again = 0.0, "", 0
         self._devices = size.devices if size else 0
 
-    def allow(self, failure: Failure, *, memory_kills: int, begun: int | None = None) -> bool:
-        """Return True if the run restarts after ``failure``; ``memory_kills``: see ``worker_error``.
+    def allow(self, failure: Failure, *, begun: int | None = None) -> bool:
+        """Return True if the run restarts after ``failure``.
 
         ``begun``: the last step that a failed worker had begun; ``None`` if none had.
         """
@@ -53,13 +48,13 @@ class Restarts:
         short = size is not None and size.lacks_devices()
         if self.count >= self._limit or not (failure.is_loss or short):
             return False
-        if self._repeated(failure, memory_kills) or short:
+        before, self._before = self._before, (failure.step, failure.rank, failure.kind, self._saved())
+        if self._before == before or short:
             why = "fewer devices are there" if short else f"{_cause(failure)}, again and again"
             if not (size and size.shrink(why)):
                 return False
-            self._failures.clear()
-            self._idle = 0
-        self.pause = min(_LONGEST, 2.0 ** (self._idle - 1)) if self.count and self._idle else 0.0
+            self._before = ()
+        self.pause = min(_LONGEST, 2.0 ** (self.count - 1)) if self.count else 0.0
         self.count += 1
         self._lost, self._since = failure, time.monotonic()
         self._source, self._again = _source(self._folder, failure.step if begun is None else begun)
@@ -86,20 +81,6 @@ class Restarts:
         if self.size and self._devices != self.size.devices:
             record_resize(self._folder, self._devices, self.size.devices, self.size.cause)
             self._devices = self.size.devices
-
-    def _repeated(self, failure: Failure, memory_kills: int) -> bool:
-        """Return True if the same failure came too often for chance, with no new checkpoint in between."""
-        outside = failure.lost_peer or (failure.signal in _OUTSIDE and not memory_kills)
-        saved, step = self._saved(), -1 if failure.step is None else failure.step
-        this = (failure.step, failure.rank, failure.kind, saved)
-        often = 3 if outside and failure.step is not None else 2
-        self._failures.append(this)
-        if self._failures[-often:] == [this] * often:
-            return True
-        furthest, known = self._furthest
-        self._idle = 0 if step > furthest or saved != known else self._idle + 1
-        self._furthest = max(step, furthest), saved
-        return False
 
     def _saved(self) -> list[str]:
         from phalanx.checkpoint.folder import newest_first

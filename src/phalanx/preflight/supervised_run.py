@@ -17,12 +17,11 @@ from phalanx.launch.elastic_size import ElasticSize
 from phalanx.launch.failure import record
 from phalanx.launch.first_step import first_step_checked
 from phalanx.launch.jobfile import Reference
-from phalanx.launch.local import LocalLauncher, refuse_copies, refuse_what_needs_a_fork
+from phalanx.launch.local import LocalLauncher, refuse_copies, refuse_what_needs_a_fork, supervise
 from phalanx.launch.reaper import StopRequest, ignore_signal
 from phalanx.launch.restarts import Restarts
 from phalanx.launch.runfile import RunFolder, absolute, check_folder, settled
 from phalanx.launch.side_process import LookAhead, look_ahead
-from phalanx.launch.supervision import supervise
 from phalanx.launch.targets.handed_over import forget_handed_over, one_launch_at_a_time, refuse_handed_over
 from phalanx.launch.targets.target import AttachedTarget, Submission
 from phalanx.launch.worker_process import Launch, StepReport, WorkerFunction
@@ -167,7 +166,7 @@ def _train(
                 forget_handed_over(folder)
             tell_begun()
             try:
-                supervise(launcher.start, wanted, forecaster, grace=spec.grace, restarts=restarts)
+                supervise(wanted, forecaster, grace=spec.grace, restarts=restarts)
             except Exception as error:
                 record(error, folder)
                 if isinstance(error, WorkerError) and (advice := too_little(error, folder)):

@@ -182,7 +182,7 @@ class SshTarget(AttachedTarget):
                     return
                 failure = _failure(agents, codes, told)
                 error = worker_error(failure, run.plan.processes, memory_kills=0)
-                if not restarts.allow(failure, memory_kills=0, begun=failure.step):
+                if not restarts.allow(failure, begun=failure.step):
                     if failure.is_loss or not last_failure(told):
                         record(error, run.folder)
                     raise error
