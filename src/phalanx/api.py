@@ -239,8 +239,8 @@ def build(
         SpecError: if the run folder cannot be used, or belongs to another job; or a setting is not for loops.
     """
     from phalanx.config.run import override
-    from phalanx.launch.own_run import laid_out, own_spec
     from phalanx.launch.torchrun import place_of_this_process
+    from phalanx.preflight.own_run import laid_out, own_spec
 
     _need(job, Job, "job", "px.build(job(), plan)")
     _need(run, (RunSpec, str, Path, type(None)), "run", _RUN)

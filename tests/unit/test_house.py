@@ -284,8 +284,8 @@ MUTABLE = {
     "launch/jobfile.py: _declared_by",  # what those imports declared
     "launch/jobfile.py: _values_of",  # and what a job declared that was loaded last
     "launch/background_run.py: _live",  # runs that end with this process
-    "launch/own_run.py: _group",  # the process group that build() joins, till the process ends
-    "launch/own_run.py: _open",  # runs of loops of one's own, till they or the process end
+    "preflight/own_run.py: _group",  # the process group that build() joins, till the process ends
+    "preflight/own_run.py: _open",  # runs of loops of one's own, till they or the process end
     "launch/worker.py: _runs",
     "parallel/global_batch_norm.py: _EXCHANGES",  # of layers whose replicas are joined, for as long as they live
     "parallel/local_shards/tensor.py: RULES",  # filled where operations on shards are defined, while they are loaded

@@ -80,7 +80,7 @@ def command(path: Path | None, quick: bool, to: str | None, as_json: bool) -> No
 def _gpus(kind: DeviceKind, where: Path, *, quick: bool, as_json: bool) -> None:
     """Measure the first GPU, write the machine's cluster, and print what was measured."""
     from phalanx.hardware import this_machine
-    from phalanx.launch.measure import QUICK_KERNELS, with_measured_kernels
+    from phalanx.preflight.measure import QUICK_KERNELS, with_measured_kernels
     from phalanx.units import show_bytes
 
     found = with_measured_kernels(this_machine(kind), kind, QUICK_KERNELS if quick else None)
@@ -140,7 +140,7 @@ def _calibrated(quick: bool) -> Cluster:
     from phalanx.config import Plan
     from phalanx.hardware import cores, this_machine
     from phalanx.hardware.calibrate import calibrated, wait_until_quiet
-    from phalanx.launch.measure import measure
+    from phalanx.preflight.measure import measure
 
     if (busy := wait_until_quiet(0.0 if quick else _PATIENCE)) > _BUSY:
         click.echo(f"note: other processes keep {busy:.0%} of the cores busy; constants will be off", err=True)
