@@ -57,14 +57,12 @@ class Reference:
 
         Values that override the job's own may follow: ``file.py?lr=0.001&width=64``.
         """
-        set_here = _SET.search(text)
-        if set_here:
-            values = dict(parse_qsl(set_here[1], keep_blank_values=True))
-            return dataclasses.replace(cls.parse(text[: set_here.start()]), values=tuple(sorted(values.items())))
+        text, given = _split_values(text)
+        values = tuple(sorted(given.items()))
         where, _, function = text.partition(":") if ".py" not in text else _split_file(text)
         if where.endswith(".py") or "/" in where:
-            return cls(file=Path(where).expanduser().resolve(), module="", function=function or "job")
-        return cls(file=None, module=where, function=function or "job")
+            return cls(file=Path(where).expanduser().resolve(), module="", function=function or "job", values=values)
+        return cls(file=None, module=where, function=function or "job", values=values)
 
     def __str__(self) -> str:
         where = str(self.file) if self.file else self.module
@@ -85,9 +83,8 @@ class Reference:
 
 def with_values(reference: str, values: Mapping[str, str]) -> str:
     """``reference`` with values that override those the job declares; they replace those of the same names in it."""
-    set_here = _SET.search(reference)
-    merged = {**(dict(parse_qsl(set_here[1], keep_blank_values=True)) if set_here else {}), **values}
-    base = reference[: set_here.start()] if set_here else reference
+    base, before = _split_values(reference)
+    merged = {**before, **values}
     return f"{base}?{urlencode(sorted(merged.items()))}" if merged else base
 
 
@@ -131,7 +128,12 @@ def load_job(reference: str) -> Job:
 
 def with_no_values(reference: str) -> str:
     """``reference`` without the values that override those the job declares."""
-    return _SET.sub("", reference)
+    return _split_values(reference)[0]
+
+
+def _split_values(reference: str) -> tuple[str, dict[str, str]]:
+    found = _SET.search(reference)
+    return (reference[: found.start()], dict(parse_qsl(found[1], keep_blank_values=True))) if found else (reference, {})
 
 
 def _loaded(where: Reference, reference: str, overrides: ParamOverrides) -> ModuleType:
@@ -162,16 +164,11 @@ def load_function(reference: str) -> Callable[..., object]:
         SpecError: there is no such file or function, none is named, or the file fails.
     """
     where = Reference.parse(reference)
-    named = reference.endswith(f":{where.function}")
+    if not reference.endswith(f":{where.function}"):
+        where, reference = dataclasses.replace(where, function="loop"), f"{reference}:loop"
     with _left_alone():
         module = _import(where, reference)
-        if named:
-            return _find(
-                module, where, reference, _A_LOOP, f"{reference.removesuffix(where.function)}{_loop_in(module)}"
-            )
-        names = ", ".join(_functions(module))
-        given = f"{reference}, which names no function" + (f"; it has: {names}" if names else "")
-        raise SpecError.of("--against", given, _A_LOOP, f"{reference}:{_loop_in(module)}")
+        return _find(module, where, reference, _A_LOOP, f"{reference.removesuffix(where.function)}{_loop_in(module)}")
 
 
 _A_LOOP = "a function: a training loop of your own"
