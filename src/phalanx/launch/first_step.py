@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -92,16 +92,7 @@ def _not_compared(why: str) -> dict[str, Any]:
     return {"equal": None, "message": f"first step not compared with one device: {why}"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What a rank holds of a tensor: which piece of the whole, and its products with random signs."""
-
-    piece: Piece
-    products: list[float]
-
-    def since(self, before: _Held) -> _Held:
-        """By how much it has changed."""
-        return _Held(self.piece, [a - b for a, b in zip(self.products, before.products, strict=True)])
+_Held = tuple[Piece, list[float]]  # the piece of a tensor that a rank holds, and its products with random signs
 
 
 @final
@@ -153,7 +144,10 @@ class FirstStepCheck(Observer):
             kept = {name: one for name, one in scene.buffers().items() if name not in slices or slices[name].counts}
             buffers = _parts(scene, kept)
             for before, after in zip(self._start, (scene.stepped(), scene.values()), strict=True):
-                parts = {name: part.since(before[name]) for name, part in _parts(scene, after).items()}
+                parts = {
+                    name: (piece, [a - b for a, b in zip(products, before[name][1], strict=True)])
+                    for name, (piece, products) in _parts(scene, after).items()
+                }
                 self._compare("update", metrics.loss, parts)
             self._compare("buffer", metrics.loss, buffers)
         self.close()
@@ -163,8 +157,7 @@ class FirstStepCheck(Observer):
         if self._scene is None:  # what came before could not be compared
             return
         begun = time.perf_counter()
-        held = {name: [one.piece, one.products] for name, one in parts.items()}
-        told = {"samples": self._samples, "micro": self._micro, "parts": held}
+        told = {"samples": self._samples, "micro": self._micro, "parts": dict(parts)}
         self._samples, self._micro = {}, []
         everyone = self._scene.from_every_process(told)
         said = self._judged(kind, loss, everyone) if self._rank == 0 else None
@@ -301,5 +294,5 @@ def _parts(scene: Scene, tensors: Mapping[str, Tensor]) -> dict[str, _Held]:
         if values.numel():
             piece, whole = piece_of(tensor, holding), holding.shape if holding is not None else tensor.shape
             shape = (*whole, *values.shape[len(whole) :])
-            found[name] = _Held(piece, signed(values, piece, shape))
+            found[name] = piece, signed(values, piece, shape)
     return found

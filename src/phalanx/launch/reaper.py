@@ -134,7 +134,7 @@ def fork() -> int:
 
 def die_with(launcher: int) -> None:
     """Have the kernel end this process when its launcher ends."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it ended before the request
         os._exit(1)
 
@@ -151,7 +151,7 @@ def kill_group(pid: int, number: int) -> None:
 
 def adopt_orphans() -> None:
     """Become the parent of processes that this one's children leave behind, as a container's first process is."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def await_orphans(seconds: float) -> None:
@@ -163,7 +163,8 @@ def await_orphans(seconds: float) -> None:
                 time.sleep(_SOON)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: object) -> None:
+    """Set a property of this process, where it is Linux's."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, final
 
 from phalanx.comm import Place
 from phalanx.comm.roll_call import answers, word_of
-from phalanx.errors import Problem, SpecError
+from phalanx.errors import SpecError
 from phalanx.launch.addresses import connect_late, listen_at, own_address
 from phalanx.launch.failure import Failure, gave_up
 from phalanx.launch.hangs import HangReport, RankStand, state_of
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 FORKED = "PHALANX_FORKED"
 """Variable of workers that a launcher has forked: they, and their children, are no workers of torchrun."""
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_NAMES = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = timedelta(seconds=2)  # for torchrun's store
 
 
@@ -51,22 +50,20 @@ def place_from_environment() -> Place | None:
     """
     if ("RANK" not in os.environ and "WORLD_SIZE" not in os.environ) or FORKED in os.environ:
         return None
-    problems = [
-        Problem(
-            where=f"environment variable {name}",
-            given=repr(os.environ[name]) if name in os.environ else "nothing",
+    found = {name: os.environ.get(name, "") for name in (*_NUMBERS, "MASTER_PORT", "MASTER_ADDR")}
+    if wrong := {
+        name: value for name, value in found.items() if not (value.isdecimal() or (name == "MASTER_ADDR" and value))
+    }:
+        raise SpecError.of(
+            where="environment variables",
+            given=", ".join(f"{name}={value or 'nothing'}" for name, value in wrong.items()),
             allowed="what torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT together",
             fix="torchrun --nproc-per-node 2 --no-python phalanx worker RUN/run.toml",
         )
-        for name in _NAMES
-        if name not in os.environ or (name in (*_NUMBERS, "MASTER_PORT") and not os.environ[name].isdecimal())
-    ]
-    if problems:
-        raise SpecError(problems)
     rank, world_size, local_rank = (int(os.environ[name]) for name in _NUMBERS)
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     beside = int(here) if here.isdecimal() else 0
-    master = os.environ["MASTER_ADDR"]
+    master = found["MASTER_ADDR"]
     one_host = beside == world_size or master == "localhost" or master.startswith("127.")
     return Place(
         rank=rank,

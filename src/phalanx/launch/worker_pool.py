@@ -57,18 +57,16 @@ class WorkerProcess:
         result: the worker's result; meaningful once it has ended without a failure.
         ended: the process is gone and all of its output has been read.
         descriptors: the launcher's ends of its pipes that are still open.
-        stacks: file that the worker writes its stacks into.
+        stacks: file that the worker writes its stacks into, and the traceback of a crash.
     """
 
-    def __init__(self, rank: int, pid: int, pipes: list[int], files: tuple[IO[bytes], ...]) -> None:
-        """``files``: for the traceback of a crash, and the stacks."""
+    def __init__(self, rank: int, pid: int, pipes: list[int], stacks: IO[bytes]) -> None:
         self.rank, self.pid, self.result = rank, pid, None
         self.ended = self.failed = False
         self.descriptors = set(pipes)
         self._report_pipe, stdout, self._stderr = pipes
         self._relays = {stdout: OutputRelay(rank, "stdout"), self._stderr: OutputRelay(rank, "stderr")}
-        self._crash, stacks = self._files = files
-        self.stacks = stacks.fileno()
+        self._file, self.stacks = stacks, stacks.fileno()
         self._report, self._errors = bytearray(), b""
 
     @property
@@ -124,9 +122,10 @@ class WorkerProcess:
         if self.failed or (self.reported and status == 0):
             return None
         self.failed = True
-        self._crash.seek(0)
-        traceback, errors = (text.decode(errors="replace") for text in (self._crash.read(), self._errors))
-        return failure_of_exit(self.rank, step, os.waitstatus_to_exitcode(status), traceback, errors)
+        self._file.seek(0)
+        written, errors = (text.decode(errors="replace") for text in (self._file.read(), self._errors))
+        _, crash, traceback = written.partition("Fatal Python error")
+        return failure_of_exit(self.rank, step, os.waitstatus_to_exitcode(status), crash + traceback, errors)
 
     def close(self) -> None:
         for descriptor in self.descriptors:
@@ -134,8 +133,7 @@ class WorkerProcess:
         self.descriptors.clear()
         for relay in self._relays.values():
             relay.close()
-        for file in self._files:
-            file.close()
+        self._file.close()
 
 
 @final
@@ -321,7 +319,7 @@ class WorkerPool:
                 os.set_blocking(ours, False)
                 reading.append(ours)
                 writing.append(theirs)
-            crash, stacks = (launchers.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            stacks = launchers.enter_context(tempfile.TemporaryFile())
             launcher, place = os.getpid(), self._place(rank)
             pid = fork()
             if pid == 0:
@@ -329,14 +327,13 @@ class WorkerPool:
                 pipes = WorkerPipes(
                     **dict(zip(("report", "stdout", "stderr"), writing, strict=True)),
                     steps=self._steps,
-                    crash=crash,
                     stacks=stacks.fileno(),
                     foreign=(*reading, self._listener.detach(), *others),
                 )
                 assert self._function is not None
                 run_worker(self._function, place, pipes, launcher, self._launch.threads)
             launchers.pop_all()  # from here on the worker object's
-            return WorkerProcess(rank, pid, reading, (crash, stacks))
+            return WorkerProcess(rank, pid, reading, stacks)
 
     def _place(self, rank: int) -> Place:
         return Place(

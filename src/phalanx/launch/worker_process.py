@@ -7,7 +7,6 @@ progress bar there. The output of rank 0 passes as it is; the lines of the other
 from __future__ import annotations
 
 import codecs
-import ctypes
 import faulthandler
 import gc
 import json
@@ -19,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any, Literal, NoReturn, Protocol, TextIO, final
+from typing import Any, Literal, NoReturn, Protocol, TextIO, final
 
 import torch
 
@@ -30,7 +29,7 @@ from phalanx.hardware.probe import affinity
 from phalanx.launch.addresses import connect_late, listen_at
 from phalanx.launch.failure import describe_error
 from phalanx.launch.hangs import HangProbe
-from phalanx.launch.reaper import die_with
+from phalanx.launch.reaper import die_with, prctl
 from phalanx.launch.torch_warmup import leave_compiler_out
 from phalanx.launch.torchrun import FORKED
 
@@ -78,8 +77,7 @@ class WorkerPipes:
     Attributes:
         report: pipe for the result or the error, one JSON line.
         steps: shared memory: the step of each rank, -1 before the first; then the number of a stop signal, 0 for none.
-        crash: file for the traceback of a crash in compiled code.
-        stacks: file that this worker writes its stacks into.
+        stacks: file that this worker writes its stacks into, and the traceback of a crash in compiled code.
         foreign: descriptors of the launcher that this worker closes.
     """
 
@@ -87,7 +85,6 @@ class WorkerPipes:
     stdout: int
     stderr: int
     steps: memoryview
-    crash: IO[bytes]
     stacks: int
     foreign: tuple[int, ...]
 
@@ -103,7 +100,7 @@ def run_worker(
         for descriptor in pipes.foreign:
             os.close(descriptor)
         detach(launcher, pipes.stdout, pipes.stderr)
-        faulthandler.enable(file=pipes.crash.fileno(), all_threads=True)
+        faulthandler.enable(file=pipes.stacks, all_threads=True)
         gc.freeze()  # the collector then neither walks nor copies the pages that are shared with the launcher
         show_rank(place.rank)
         leave_warnings_to_rank_0(place.rank)
@@ -199,8 +196,7 @@ RANK_NAME = "phx-rank-"
 
 def show_rank(rank: int) -> None:
     """Have ``ps`` and ``top`` show this process as ``phx-rank-1``, and those that it forks."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{RANK_NAME}{rank}".encode(), 0, 0, 0)
+    prctl(_PR_SET_NAME, f"{RANK_NAME}{rank}".encode())
 
 
 _SAY_THE_SAME = r"(peft|transformers)\."
