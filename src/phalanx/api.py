@@ -117,7 +117,7 @@ def start(
         SpecError: as of ``fit``, and inside a worker started by torchrun.
         RefusedError: as of ``fit``: no run has begun then.
     """
-    from phalanx.launch.background_run import BackgroundRun
+    from phalanx.launch.side_process import BackgroundRun
     from phalanx.preflight.supervised_run import RunStarter, train_here
     from phalanx.report.shown_progress import logged
 
@@ -193,8 +193,8 @@ def _need_cores(cores: int | None) -> None:
 def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None, watch: Watch) -> Run:
     import torch
 
-    from phalanx.launch.elastic_size import fitted
     from phalanx.launch.reaper import raise_stopped
+    from phalanx.launch.restarts import fitted
     from phalanx.launch.worker import WorkerStatus, train_as_worker
     from phalanx.report.shown_progress import viewers_of_worker
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutation import Mutation
 
-RESTARTS, SIZE, FAILURE = "launch/restarts.py", "launch/elastic_size.py", "launch/failure.py"
+RESTARTS, SIZE, FAILURE = "launch/restarts.py", "launch/restarts.py", "launch/failure.py"
 POOL, HANGS = "launch/worker_pool.py", "launch/hangs.py"
 WRITER, FOLDER = "files/single_writer.py", "checkpoint/folder.py"
 REQUESTS, QUEUE = "train/parameter_server/requests.py", "parallel/parameter_server/work_queue.py"

@@ -20,9 +20,8 @@ from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.elastic import DeviceRange, plans_of, resized
 from phalanx.errors import RefusedError, SpecError
 from phalanx.hardware import cluster
-from phalanx.launch.elastic_size import ElasticSize, fitted
 from phalanx.launch.failure import Failure
-from phalanx.launch.restarts import Restarts
+from phalanx.launch.restarts import ElasticSize, Restarts, fitted
 from phalanx.launch.side_process import SideProcess
 from phalanx.preflight import choose_plan
 from phalanx.preflight import plan_choice as choices

@@ -283,7 +283,7 @@ MUTABLE = {
     "launch/jobfile.py: _stamps",  # as Python keeps what it has imported
     "launch/jobfile.py: _declared_by",  # what those imports declared
     "launch/jobfile.py: _values_of",  # and what a job declared that was loaded last
-    "launch/background_run.py: _live",  # runs that end with this process
+    "launch/side_process.py: _live",  # runs that end with this process
     "preflight/own_run.py: _group",  # the process group that build() joins, till the process ends
     "preflight/own_run.py: _open",  # runs of loops of one's own, till they or the process end
     "launch/worker.py: _runs",

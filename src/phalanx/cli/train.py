@@ -146,7 +146,7 @@ class _Output:
         return Follower(self._run.folder / EVENTS, viewers)
 
     def _drawn(self) -> str:
-        from phalanx.launch.elastic_size import ElasticSize
+        from phalanx.launch.restarts import ElasticSize
         from phalanx.parallel import device_kind
         from phalanx.report.drawing import draw
 

@@ -1,15 +1,28 @@
-"""Restarts of a run after workers were lost: after which failures, how often, with how many devices."""
+"""Restarts of a run after workers were lost: after which failures, how often, with how many devices.
+
+A run with a range of devices (``-n 1:4``, or as many workers as torchrun has started) begins with the most that are
+there. It continues with fewer when workers are lost twice in the same way, or devices are gone.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import final
+from typing import Self, final
 
+from phalanx.config import Job, Plan, RunSpec
+from phalanx.config.batch_ramp import smaller_batches
+from phalanx.config.elastic import plans_of
 from phalanx.config.run_files import CHECKPOINTS, EVENTS
+from phalanx.device_kinds import kind_for
+from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.events import EventLog
-from phalanx.launch.elastic_size import ElasticSize, record_resize
+from phalanx.files import read_text
 from phalanx.launch.failure import Failure
+from phalanx.launch.runfile import newest_step
+from phalanx.train.assembly import refuse
 
 _LONGEST = 30.0  # seconds between a failure and the next start
 
@@ -114,3 +127,115 @@ def _source(folder: Path, begun: int | None) -> tuple[str, int]:
     if newest is None:
         return f"from the beginning, for nothing was saved; {how_many} computed again", again
     return f"from the checkpoint of step {step}; {how_many} computed again", again
+
+
+@final
+class ElasticSize:
+    """The number of devices of one run, from start to start.
+
+    Attributes:
+        plans: the plan for each number of devices in the run's range, the fewest first.
+        devices: the present number: the most that this machine has, until ``shrink``.
+        cause: why the number changed last, in words.
+    """
+
+    def __init__(self, plans: Mapping[int, Plan], there: Callable[[], float]) -> None:
+        """``there()`` returns the number of devices of this machine."""
+        self.plans, self.cause, self._there = dict(plans), "", there
+        self.devices = max((size for size in self.plans if size <= there()), default=min(self.plans))
+
+    @classmethod
+    def of(cls, job: Job, run: RunSpec) -> Self:
+        """Return the size that ``run`` begins with.
+
+        Raises:
+            RefusedError: no number of devices in its range can serve the job here.
+        """
+        plans = allowed_plans(job, run)
+        kind = kind_for(run.plan.device, next(iter(plans)))
+        return cls(plans, (lambda: math.inf) if kind.on_host else kind.count)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the present number of devices."""
+        return self.plans[self.devices]
+
+    @property
+    def numbers(self) -> str:
+        """The numbers of devices in the run's range, in words."""
+        *others, last = (f"{size:,}" for size in self.plans)
+        return f"{', '.join(others)} or {last}" if others else last
+
+    def shrink(self, cause: str) -> bool:
+        """Continue with fewer devices, because of ``cause``. Return False if there is no smaller number."""
+        fewer = [size for size in self.plans if size < self.devices and size <= self._there()]
+        if fewer:
+            self.devices, self.cause = max(fewer), cause
+        return bool(fewer)
+
+    def lacks_devices(self) -> bool:
+        """Return True if this machine has fewer devices than the run."""
+        return self._there() < self.devices
+
+
+def allowed_plans(job: Job, run: RunSpec) -> dict[int, Plan]:
+    """The plan on each number of devices that ``run`` may have here, with ``job``, the fewest first.
+
+    Raises:
+        RefusedError: if there is none; as for the most devices that the plan could be on.
+    """
+    asked, within = run.asked_plan or run.plan, run.device_range
+    assert within is not None
+    allowed: dict[int, Plan] = {}
+    refused = RefusedError([_more_than_samples(run, job)])
+    for size, plan in plans_of(asked, within, job.batch, *smaller_batches(job)).items():
+        try:
+            refuse(job, plan, plan.world_size)
+            allowed[size] = plan
+        except RefusedError as error:
+            refused = error
+    if not allowed:
+        raise refused
+    return allowed
+
+
+def fitted(run: RunSpec, world_size: int, job: Job) -> RunSpec:
+    """``run`` under its plan for as many workers as there are; as it is where its number of devices is the plan's.
+
+    For workers that are started by who does not ask how many they are to be, such as torchrun on several hosts.
+
+    Raises:
+        RefusedError: if the run cannot have so many.
+    """
+    asked, within = run.asked_plan or run.plan, run.device_range
+    if within is None:
+        return run
+    sizes = {plan.world_size: plan for plan in plans_of(asked, within, job.batch, *smaller_batches(job)).values()}
+    if world_size not in sizes:
+        numbers = ", ".join(map(str, sizes)) or "none"
+        given, allowed = f"{world_size}", f"{numbers}, as the plan {asked} on {within} devices says"
+        fix = f"torchrun --nproc-per-node {max(sizes, default=1)} --no-python phalanx worker run.toml"
+        raise RefusedError.of(where="workers", given=given, allowed=allowed, fix=fix)
+    return run.resized_to(sizes[world_size])
+
+
+def record_resize(folder: Path, before: int, to: int, cause: str) -> None:
+    """Have the log of the run in ``folder`` say that it goes on with another number of devices."""
+    with EventLog(folder / EVENTS) as log:
+        log.write("resize", **{"from": before}, to=to, step=newest_step(folder) or 0, cause=cause)
+
+
+def devices_before(folder: Path) -> int:
+    """With how many devices the run in ``folder`` has begun last; 0 where it has not."""
+    try:
+        text = read_text(folder / "plan.toml", where="plan.toml", fix="a new run folder")
+        return Plan.from_toml(text).devices
+    except SpecError:
+        return 0
+
+
+def _more_than_samples(run: RunSpec, job: Job) -> Problem:
+    given = f"{run.devices} with plan {run.asked_plan or run.plan}, each of whose replicas needs a sample"
+    least = min((job.batch, *smaller_batches(job)))
+    allowed = f"a range with fewer devices, for a global batch of {least}"
+    return Problem(where="run.devices", given=given, allowed=allowed, fix=f"-n 1:{least}")

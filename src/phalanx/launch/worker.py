@@ -32,12 +32,12 @@ from phalanx.errors import (
 )
 from phalanx.events.following import Viewer, callback_viewers, followed
 from phalanx.files import join, read_text, token_of
-from phalanx.launch.elastic_size import devices_before, fitted, record_resize
 from phalanx.launch.failure import Failure, describe_error, record, worker_error
 from phalanx.launch.first_step import first_step_checked
 from phalanx.launch.hangs import HangProbe
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.reaper import SAVED, StopRequest, die_with, ignore_signal, terminated_later
+from phalanx.launch.restarts import devices_before, fitted, record_resize
 from phalanx.launch.run_secret import share_secret
 from phalanx.launch.runfile import RunFolder, absolute
 from phalanx.launch.side_process import look_ahead

@@ -19,7 +19,7 @@ from phalanx.launch.check_hosts.group_findings import HostFinding, Needs
 from phalanx.launch.check_hosts.host_answer import HostAnswer
 from phalanx.launch.check_hosts.host_findings import findings
 from phalanx.launch.check_hosts.host_survey import HostSurvey, survey
-from phalanx.launch.elastic_size import allowed_plans
+from phalanx.launch.restarts import allowed_plans
 from phalanx.launch.runfile import settled
 from phalanx.launch.side_process import Send, SideProcess, look_ahead
 from phalanx.launch.targets.target import AttachedTarget, QueueTarget, Submission, Target

@@ -13,13 +13,12 @@ from phalanx.config import Job, RunSpec
 from phalanx.config.run_files import EVENTS
 from phalanx.errors import PhalanxError, SpecError, WorkerError
 from phalanx.events.following import Follower, callback_viewers
-from phalanx.launch.elastic_size import ElasticSize
 from phalanx.launch.failure import record
 from phalanx.launch.first_step import first_step_checked
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.local import LocalLauncher, refuse_copies, refuse_what_needs_a_fork, supervise
 from phalanx.launch.reaper import StopRequest, ignore_signal
-from phalanx.launch.restarts import Restarts
+from phalanx.launch.restarts import ElasticSize, Restarts
 from phalanx.launch.runfile import RunFolder, absolute, check_folder, settled
 from phalanx.launch.side_process import LookAhead, look_ahead
 from phalanx.launch.targets.handed_over import forget_handed_over, one_launch_at_a_time, refuse_handed_over

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from phalanx.checkpoint import Exported
     from phalanx.data.saved_batch import SavedBatch
-    from phalanx.launch.background_run import BackgroundRun
+    from phalanx.launch.side_process import BackgroundRun
 
 _OF_A_STEP = ("step", "evaluate", "checkpoint")  # events that there is one of a step
 _SOON = 0.05  # seconds between looks at a run of another process
