@@ -125,12 +125,7 @@ def start(
     _need_cores(cores)
     if place is not None:
         raise SpecError.of("launcher", "px.start in a worker of torchrun", "px.fit", "px.fit(job(), plan)")
-    there = RunStarter(
-        launcher=starter,
-        cores=cores,
-        loadable=isinstance(run, RunSpec),
-        background=True,
-    )
+    there = RunStarter(launcher=starter, cores=cores, loadable=isinstance(run, RunSpec))
     there.refuse(spec)
 
     def work(begun: Callable[[], None]) -> None:

@@ -152,7 +152,9 @@ def _follow(
             more, now = workers.follow(_TICK), time.monotonic()
             if stop.number and not deadline and grace and workers.request_stop(stop.number):
                 deadline = now + grace
-                _print_stopping(launch, stop.number, grace)
+                with suppress(OSError):  # a terminal that is closed
+                    left = f"saving after this step, {grace:g} s at most; a second Ctrl-C or SIGTERM ends it at once"
+                    print(f"{signal_name(stop.number)}: {left}", file=sys.stderr)
             if now >= deadline:
                 raise_stopped(stop.number, saved=False)
             if more:
@@ -173,13 +175,6 @@ def _blamed(workers: WorkerPool, hangs: HangWatch) -> Failure | None:
     first = workers.failure()
     found = hangs.blamed(first, workers.failures) if first else None
     return None if found is first else found  # as workers are ended it may come out who was lost
-
-
-def _print_stopping(launch: Launch, number: int, grace: float) -> None:
-    begins = "asked to stop" if launch.background else signal_name(number)
-    ends = "" if launch.background else "; Ctrl-C ends the run at once"
-    with suppress(OSError):  # a terminal that is closed
-        print(f"{begins}: saving after this step, {grace:g} s at most{ends}", file=sys.stderr)
 
 
 def find_launcher(given: str | LocalLauncher | AttachedTarget) -> LocalLauncher | AttachedTarget:

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Protocol, TextIO, final
+from typing import Any, Literal, NoReturn, TextIO, final
 
 import torch
 
@@ -36,14 +36,23 @@ from phalanx.launch.torchrun import FORKED
 _PR_SET_NAME = 15
 
 
-class StepReport(Protocol):
-    """Called by a worker with the number of each optimizer step that it begins."""
+@final
+class StepReport:
+    """Called by a worker with the number of each optimizer step that it begins.
 
-    def __call__(self, step: int, /) -> None: ...
+    Memory shared with the launcher: about 0.1 µs, no system call, so a loop may report every step.
+    """
+
+    def __init__(self, steps: memoryview, rank: int, probe: HangProbe) -> None:
+        self._steps, self._rank, self._probe = steps, rank, probe
+
+    def __call__(self, step: int, /) -> None:
+        self._steps[self._rank] = step
+        self._probe.report_step(step)
 
     def asked(self) -> int:
         """Return the number of the signal by which the launcher asks to stop, or 0."""
-        ...
+        return self._steps[-1]
 
 
 WorkerFunction = Callable[[Place, StepReport], Any]
@@ -59,7 +68,6 @@ class Launch:
         run: the run that they train; ``None`` if ``function`` is no run.
         threads: for each worker; its share of this machine's cores if ``None``.
         timeout: seconds that workers wait for each other.
-        background: ``px.start`` follows the workers in a process of its own.
     """
 
     world_size: int
@@ -67,7 +75,6 @@ class Launch:
     run: RunSpec | None = None
     threads: int | None = None
     timeout: float = TIMEOUT
-    background: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +120,7 @@ def run_worker(
             listen_at(place.host)
             connect_late(place.world_size)
             leave_compiler_out()
-            report = json.dumps({"result": function(place, SharedSteps(pipes.steps, place.rank, probe))})
+            report = json.dumps({"result": function(place, StepReport(pipes.steps, place.rank, probe))})
         except BaseException as error:
             # while the error still holds its frames: destructors of what they hold may wait for a lost peer
             _end(pipes, json.dumps({"error": describe_error(error)}), 1)
@@ -135,21 +142,6 @@ def torchrun_variables(place: Place) -> dict[str, str]:
         FORKED: 1,
     }
     return {name: str(value) for name, value in values.items()}
-
-
-@final
-class SharedSteps:
-    """Memory shared with the launcher: about 0.1 µs, no system call, so a loop may report every step."""
-
-    def __init__(self, steps: memoryview, rank: int, probe: HangProbe) -> None:
-        self._steps, self._rank, self._probe = steps, rank, probe
-
-    def __call__(self, step: int, /) -> None:
-        self._steps[self._rank] = step
-        self._probe.report_step(step)
-
-    def asked(self) -> int:
-        return self._steps[-1]
 
 
 def _end(pipes: WorkerPipes, report: str, code: int) -> NoReturn:

@@ -57,13 +57,11 @@ class RunStarter:
     Attributes:
         cores: CPU cores that each replica computes with; its share of the machine's if ``None``.
         loadable: new processes find the job by ``run.job``.
-        background: ``px.start`` follows the run in a process of its own.
     """
 
     launcher: LocalLauncher | AttachedTarget
     cores: int | None
     loadable: bool
-    background: bool = False
 
     def refuse(self, run: RunSpec) -> None:
         """Refuse what cannot be started from this process."""
@@ -80,7 +78,6 @@ class RunStarter:
             run=run,
             threads=None if self.cores is None else self.cores * run.plan.threads,
             timeout=run.timeout,
-            background=self.background,
         )
 
 
