@@ -20,7 +20,11 @@ from torch import nn
 
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, SpecError
-from phalanx.launch.check_hosts.asked_program import TargetHost, run_here
+from phalanx.launch.check_hosts.asked_program import TargetHost
+from phalanx.launch.check_hosts.asked_program import run_here
+from phalanx.launch.check import CheckTime
+from phalanx.launch.check import TargetHost
+from phalanx.launch.check import run_here
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
 from phalanx.launch.targets.offer import Offer, misfit
 from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, QueueTarget, Standing, Submission
@@ -161,10 +165,10 @@ class StandIn(TargetHost):
         self.name, self.address, self.processes = name, address or "127.0.0.1", 1
         self.before, self.variables = list(before), variables
 
-    def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
+    def run(self, arguments: Sequence[str], text: str, limit: CheckTime) -> str:
         self.asked.append(self.name)
         words = [f"{name}={value}" for name, value in self.variables.items()]
-        return run_here([*self.before, "env", *words, sys.executable, *arguments], text, patience)
+        return run_here([*self.before, "env", *words, sys.executable, *arguments], text, limit)
 
 
 class StandIns(AttachedTarget):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -21,11 +21,23 @@ from ssh_hosts import ssh_servers
 from law_rows import longer
 from phalanx.cli import main
 from phalanx.errors import RunError
-from phalanx.launch.check_hosts import asked_program
-from phalanx.launch.check_hosts.asked_program import ThisMachine, run_here
-from phalanx.launch.check_hosts.host_answer import MARK, HostFacts, LinkFacts, read_answer
+from phalanx.launch.check_hosts.asked_program import ThisMachine
+from phalanx.launch.check_hosts.asked_program import run_here
+from phalanx.launch.check_hosts.host_answer import HostFacts
 from phalanx.launch.check_hosts.host_findings import findings
-from phalanx.launch.check_hosts.host_survey import HostSurvey, survey
+from phalanx.launch.check_hosts.host_survey import HostSurvey
+from phalanx.launch.check_hosts.host_survey import survey
+from phalanx.launch import check
+from phalanx.launch.check import CheckTime
+from phalanx.launch.check import HostFacts
+from phalanx.launch.check import HostSurvey
+from phalanx.launch.check import LinkAnswer
+from phalanx.launch.check import ThisMachine
+from phalanx.launch.check import read_answer
+from phalanx.launch.check import run_here
+from phalanx.launch.check import survey
+from phalanx.launch.check_findings import findings
+from phalanx.launch.check_probe import MARK
 from phalanx.preflight import launch_check
 
 DATA = "data=lambda: px.Table(x=x, y=x[:, :4].argmax(1))"
@@ -70,7 +82,7 @@ def await_gone(pids: list[int], seconds: float = 20.0) -> None:
 
 @pytest.mark.realtime("the check gives its hosts, which are programs, real seconds")
 def test_data_that_hang_end_a_check_in_its_time(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asked_program, "MOST", 24.0)
+    monkeypatch.setattr(check, "MOST", 24.0)
     monkeypatch.setattr(launch_check, "host_needs", lambda *given: pytest.fail("a forecast takes the data, too"))
     result = CliRunner().invoke(main, ["check", "train.py", "--plan", "dp=2", "--json"])
     assert result.exit_code == 1, result.output
@@ -135,7 +147,7 @@ def test_a_host_without_the_job_is_looked_at_and_fails(tmp_path: Path) -> None:
     said = asked(tmp_path)
     assert said.hosts[0].facts
     assert "torch" in said.hosts[0].facts.versions
-    assert [one.what for one in findings(said, None)] == ["the job's file is not there"]
+    assert [one.what for one in findings(said)] == ["the job's file is not there"]
 
 
 def test_an_answer_of_another_form_is_none(tmp_path: Path) -> None:
@@ -144,17 +156,38 @@ def test_an_answer_of_another_form_is_none(tmp_path: Path) -> None:
     told = json.loads(json.dumps(asdict(facts)))
     assert read_answer(f"Welcome!\n{MARK}{json.dumps(told)}\nBye\n", HostFacts) == facts
     others = [{**told, name: value} for name in told for value in ({"a": [0]}, -2, [0], "x" * 2**17)]
-    others += [{key: value for key, value in told.items() if key != name} for name in ("cores", "shared", "began")]
-    for text in ("{", "[" * 10**5, "null", '{"python": "3", "python": "3"}', *map(json.dumps, others)):
-        assert read_answer(f"{MARK}{text}\n", HostFacts) is None, text[:80]
-    assert read_answer(f"{MARK}{json.dumps(told)}\n", LinkFacts) is None
+    others += [{key: value for key, value in told.items() if key != name} for name in ("cores", "shared", "clock")]
+    texts = [
+        MARK + text for text in ("{", "[" * 10**5, "null", '{"python": "3", "python": "3"}', *map(json.dumps, others))
+    ]
+    for text in ("", "Welcome!", *texts):
+        with pytest.raises(RunError, match="gives another answer"):
+            read_answer(text, HostFacts)
+    with pytest.raises(RunError, match="gives another answer"):
+        read_answer(MARK + json.dumps(told), LinkAnswer)
     steered = read_answer(MARK + json.dumps({**told, "ending": "\x1b[2Jgone"}), HostFacts)
-    assert steered
     assert "\x1b" not in steered.ending
 
 
 def test_a_host_that_does_not_stop_talking_is_given_up() -> None:
     began = time.monotonic()
     with pytest.raises(RunError, match="gives no answer within 1 s"):
-        run_here(["yes"], "", 1.0)
+        run_here(["yes"], "", CheckTime(1.0))
     assert time.monotonic() - began < 10.0
+
+
+def test_words_of_a_program_that_fails_do_not_steer_the_terminal() -> None:
+    with pytest.raises(RunError, match=r"^\\x1b\[2Jgone$"):
+        run_here(["sh", "-c", "printf '\\33[2Jgone' >&2; exit 3"], "", CheckTime(10.0))
+
+
+def test_a_quick_survey_loads_no_torch_and_compares_the_job_with_this_machines(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    said = survey([ThisMachine()], tmp_path, str(tmp_path / "train.py"), quick=True)
+    assert said.hosts[0].facts
+    assert said.hosts[0].facts.versions == {}
+    assert said.hosts[0].facts.free_port
+    assert findings(said) == []
+    (finding,) = findings(replace(said, files={"train.py": "other"}))
+    assert finding.hosts == ("this machine",)
+    assert "train.py is another file" in finding.what

@@ -145,7 +145,7 @@ def test_nothing_but_files_inside_is_unpacked(name: str, tmp_path: Path) -> None
         ('[[host]]\nname = "a"\naddress = "fd00::1"\n', ["'fd00::1'"]),
         (
             'scratch = 3\ncode = []\n[[host]]\nname = "root@[::1]"\n',
-            ["scratch = ...", "'root@[::1]'", "[]"],
+            ["code = ...", "scratch = ...", "'root@[::1]'"],
         ),
         ('python = 3\nssh = "-v"\nhot = 1\n[[host]]\nname = "a"\n', ["hot = ...", "3", "'-v'"]),
         ('[[host]]\nname = "a"\n[environment]\nA_1 = "1"\n"-S x" = "1"\n1A = "1"\n', ["'-S x'", "'1A'"]),

@@ -25,6 +25,7 @@ from phalanx.cli.settings import Given, earlier_run
 from phalanx.config import RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.check_hosts.host_survey import HostSurvey
+from phalanx.launch.check import HostSurvey
 from phalanx.launch.reaper import fork
 from phalanx.launch.targets import ssh
 from phalanx.launch.targets.find_target import TARGETS, find_target, settled_options, target_class

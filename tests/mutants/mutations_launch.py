@@ -7,7 +7,7 @@ from mutation import Mutation
 TABLES, PODS, CODE = "launch/test_target_tables.py", "launch/test_kubernetes.py", "launch/test_code_pack.py"
 HOSTS, OPTIONS = "unit/test_host_findings.py", "unit/test_target_options.py"
 SECRETS, SSH, RAY = "launch/test_target_tables.py", "launch/test_ssh_runs.py", "launch/test_ray.py"
-TARGETS, CHECKS = "launch/targets", "launch/check_hosts"
+TARGETS = "launch/targets"
 
 LAUNCH = (
     Mutation(
@@ -118,8 +118,8 @@ LAUNCH = (
     Mutation(
         "ssh: a run starts on a host that does not see its folder",
         f"{TARGETS}/ssh.py",
-        "if path and there.get(str(path)) != found[str(path)]]",
-        "if path and there.get(str(path)) == found]",
+        "if one.fails]:",
+        "if not one.fails]:",
         (f"test {SSH} other_answers",),
     ),
     Mutation(
@@ -187,35 +187,35 @@ LAUNCH = (
     ),
     Mutation(
         "hosts: a file of the job that is another on few hosts is not named",
-        f"{CHECKS}/host_findings.py",
-        'digests = [one.files.get(file, "")[:12] for one in there]',
-        'digests = ["" for one in there]',
+        "launch/check_findings.py",
+        'digests = [files.get(file, "")[:12] for files in (here, *(one.files for one in facts))]',
+        'digests = ["" for _ in (here, *facts)]',
         (f"test {HOSTS} one_fault",),
     ),
     Mutation(
         "hosts: little room for a checkpoint fails only once it is full",
-        f"{CHECKS}/host_findings.py",
-        "room, h.folder_free < state)",
-        "room, h.folder_free <= 0)",
+        "launch/check_findings.py",
+        "room, _ROOM, h.folder_free < state)",
+        "room, _ROOM, h.folder_free <= 0)",
         (f"test {HOSTS} one_fault",),
     ),
     Mutation(
         "hosts: workers are counted by devices, whatever the target says",
-        f"{CHECKS}/group_findings.py",
-        "min(left, answer.processes or devices or even)",
-        "min(left, devices or answer.processes or even)",
+        "launch/check_findings.py",
+        "min(left, answer.processes or devices or -(-",
+        "min(left, devices or answer.processes or -(-",
         (f"test {HOSTS} three_good",),
     ),
     Mutation(
-        "links: one slow link is the fault of the host that sends",
-        f"{CHECKS}/group_findings.py",
-        "sends[one.source] = max(sends[one.source], one.bandwidth)",
-        "sends[one.target] = max(sends[one.target], one.bandwidth)",
-        (f"test {HOSTS} slow_links",),
+        "links: a slow link is no finding",
+        "launch/check_findings.py",
+        "if one.bandwidth < _SLOW * usual:",
+        "if one.bandwidth < 0.0:",
+        (f"test {HOSTS} slow_link",),
     ),
     Mutation(
         "hosts: a text of a host may steer the terminal",
-        f"{CHECKS}/host_answer.py",
+        "launch/check.py",
         "return visible(value)",
         "return value",
         ("test launch/test_check_ends.py another_form",),

@@ -279,7 +279,6 @@ MUTABLE = {
     "data/streams.py: _begun",  # where the first pass over nodes began, for as long as they live
     "device_kinds/registry.py: _added",  # kinds of devices that a program or a package brings
     "files/single_writer.py: _held",  # locks that this process holds, as the kernel knows them
-    "launch/check_hosts/asked_program.py: _RUNNING",  # programs that end with what started them
     "launch/jobfile.py: _stamps",  # as Python keeps what it has imported
     "launch/jobfile.py: _declared_by",  # what those imports declared
     "launch/jobfile.py: _values_of",  # and what a job declared that was loaded last

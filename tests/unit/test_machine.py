@@ -21,7 +21,7 @@ from phalanx.hardware import calibrate, cluster, probe
 from phalanx.hardware.calibrate import Sweeps, busy_share, calibrated
 from phalanx.hardware.probe import Gpu, cpu_group
 from phalanx.hardware.sweeps import MeasuredExchange, Measurement
-from phalanx.launch.check_hosts import host_probe
+from phalanx.launch import check_probe
 
 GIB = 2**30
 NVSWITCH = """\
@@ -171,7 +171,7 @@ def test_drivers_are_asked_by_their_kinds(
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if tool else str(tmp_path))
     nothing = {"driver_error": "", "driver_devices": 0, "driver": "", "topology": ""}
-    assert host_probe._driver() == {**nothing, **told}
+    assert check_probe._driver() == {**nothing, **told}
     assert kind_named("cuda").topology() == told.get("topology", "")
 
 
@@ -181,7 +181,7 @@ def test_a_device_that_does_not_compute_is_probed_with_its_error(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (70, 80))
     monkeypatch.setattr(torch, "ones", lambda *shape, device: [][device.index])
-    versions, (device,) = host_probe._probed(kind_named("cuda"))
+    versions, (device,) = check_probe._probed(kind_named("cuda"))
     assert {*versions} <= {*kind_named("cuda").versions}
     assert device == {"index": 0, "name": "H100", "free": 70, "total": 80, "error": "list index out of range"}
 

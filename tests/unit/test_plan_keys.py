@@ -112,8 +112,7 @@ def test_a_name_of_a_module_or_a_class_stands_once() -> None:
 OF_COMMANDS = (  # what these say is said by commands alone
     "train/batch_scaling.py",
     *("planner/nearest_fit.py", "planner/question.py", "planner/rank.py", "planner/advise.py"),
-    *("launch/targets/", "launch/check_hosts/", "preflight/launch_check.py"),  # no call launches elsewhere
-    "launch/check_hosts/host_findings.py",  # of hosts by SSH
+    *("launch/targets/", "launch/check_findings.py", "preflight/launch_check.py"),  # no call launches elsewhere
 )
 OPTIONS = [
     name

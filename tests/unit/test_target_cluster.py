@@ -12,11 +12,25 @@ from phalanx.comm.mesh import Mesh
 from phalanx.config import Cluster, Plan
 from phalanx.errors import SpecError
 from phalanx.hardware import entry
-from phalanx.launch.check_hosts.group_findings import HostFinding, Needs
-from phalanx.launch.check_hosts.host_answer import DeviceFacts, HostAnswer, HostFacts, LinkAnswer
+from phalanx.launch.check_hosts.group_findings import HostFinding
+from phalanx.launch.check_hosts.group_findings import Needs
+from phalanx.launch.check_hosts.host_answer import DeviceFacts
+from phalanx.launch.check_hosts.host_answer import HostAnswer
+from phalanx.launch.check_hosts.host_answer import HostFacts
+from phalanx.launch.check_hosts.host_answer import LinkAnswer
 from phalanx.launch.check_hosts.host_findings import findings
 from phalanx.launch.check_hosts.host_survey import HostSurvey
-from phalanx.launch.targets.offer import Offer, misfit, nearest_plan
+from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.offer import misfit
+from phalanx.launch.targets.offer import nearest_plan
+from phalanx.launch.check import DeviceFacts
+from phalanx.launch.check import HostAnswer
+from phalanx.launch.check import HostFacts
+from phalanx.launch.check import HostSurvey
+from phalanx.launch.check import LinkAnswer
+from phalanx.launch.check_findings import HostFinding
+from phalanx.launch.check_findings import Needs
+from phalanx.launch.check_findings import findings
 from phalanx.launch.targets.slurm import offer_of
 from phalanx.preflight.target_cluster import cluster_there
 
@@ -33,17 +47,11 @@ def host(
     cores: int = 8,
     memory: int = 64 * GIB,
     speed: float = 0.0,
-    **other: Any,
 ) -> HostAnswer:
     facts = HostFacts(
-        **{**dict.fromkeys(("executable", "driver", "driver_error", "topology", "folder_error", "meets"), ""), **other},
-        **dict.fromkeys(("open_files", "locked_memory", "processes"), -1),
-        **dict.fromkeys(("shm", "shm_free", "driver_devices", "free_port"), 0),
         python="3.12.1",
-        began=0.0,
-        ended=1.0,
+        clock=1.0,
         address="10.0.0.1",
-        infiniband=False,
         shared=True,
         speed=speed,
         cores=cores,

@@ -102,6 +102,7 @@ def _hosts(to: str, where: Path, *, quick: bool, as_json: bool) -> None:
     from phalanx.launch.check_hosts.host_survey import survey
     from phalanx.launch.targets.find_target import find_target
     from phalanx.launch.targets.target import AttachedTarget
+    from phalanx.launch.check import survey
     from phalanx.preflight.target_cluster import cluster_there
     from phalanx.units import show_bytes, show_seconds
 

@@ -20,8 +20,7 @@ from phalanx.units import show_names
 if TYPE_CHECKING:
     from phalanx.launch.targets.target import QueueTarget, Submission, Target
     from phalanx.preflight import PlanChoice
-    from phalanx.preflight.before_launch import BeforeLaunch
-    from phalanx.preflight.launch_check import LaunchCheck, LaunchQuestion
+    from phalanx.preflight.launch_check import BeforeLaunch, LaunchCheck, LaunchQuestion
 
 _NO = 1
 
@@ -107,7 +106,7 @@ def command(
         show_prepared(target.prepare(submission), as_json=as_json)
         return
     assert isinstance(target, QueueTarget)
-    if not found.plan_looked_at:
+    if not found.check:
         from phalanx.preflight.launch_check import refuse_plan
 
         assert question.job
@@ -230,7 +229,7 @@ def looked_ahead(question: LaunchQuestion, *, checks: bool, quiet: bool, as_json
     Raises:
         SpecError: the plan needs more than there is.
     """
-    from phalanx.preflight.before_launch import before_launch
+    from phalanx.preflight.launch_check import before_launch
 
     found = before_launch(question, checks=checks, chooses=question.plan is None)
     if found.check:

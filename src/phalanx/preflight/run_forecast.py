@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,15 +13,15 @@ from phalanx.config import Job, RunSpec
 from phalanx.config.run_files import EVENTS
 from phalanx.errors import Problem, RefusedError, RunError, WorkerError, is_out_of_memory
 from phalanx.events import EventLog, read
-from phalanx.files import check_writer, open_plain, replace_text
+from phalanx.files import check_writer, replace_text
 from phalanx.launch.side_process import Afterwards, SideProcess
+from phalanx.launch.targets import last_word
 from phalanx.preflight.machine_forecast import send_forecast
 from phalanx.report.comparison import FORECAST, LATE, memory_beside, stored, under_forecast
 from phalanx.units import show_bytes
 
 PATIENCE = 0.1
 """Share of its time that a run's end waits for its forecast."""
-_TAIL = 4096  # bytes of the log that hold its last events
 _LONGEST = 60.0  # seconds that the begin of a run waits, where its model alone is large
 
 
@@ -130,7 +128,7 @@ class RunForecaster:
         if found is None or self._logged or not self._log.exists() or self._log.stat().st_size <= self._size:
             return
         self._logged = True
-        if _over(self._log):  # the run's last word stays the last
+        if last_word(self._run.folder) in ("end", "stopped"):  # which stays the last
             return
         names = ("cluster", "step", "low", "high", "seconds", "memory", "allocated", "reserved", "room", "fits")
         with EventLog(self._log) as log:
@@ -139,12 +137,6 @@ class RunForecaster:
     def _end(self) -> None:
         if self._side:
             self._side.close()
-
-
-def _over(log: Path) -> bool:
-    with os.fdopen(open_plain(log, os.O_RDONLY), "rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL))
-        return re.search(rb'"event": ?"(end|stopped)"', file.read()) is not None
 
 
 def problem(found: dict[str, Any], instead: str) -> Problem:

@@ -99,7 +99,7 @@ def _cells(host: Mapping[str, Any]) -> list[str]:
     devices, samples = facts["devices"], facts["samples"]
     kinds = sorted({device["name"] or "devices" for device in devices})
     read = "yes" if facts["data_read"] else "no" if facts["data_error"] else "-"
-    middle, spread = sum(host["ahead"]) / 2, (host["ahead"][1] - host["ahead"][0]) / 2
+    ahead = host["ahead"]
     return [
         facts["python"],
         facts["versions"].get("torch", "-").partition("+")[0],
@@ -107,7 +107,7 @@ def _cells(host: Mapping[str, Any]) -> list[str]:
         show_bytes(min((device["free"] for device in devices), default=facts["memory_free"])),
         show_bytes(facts["folder_free"]),
         f"{samples} samples" if samples >= 0 else read,
-        "right" if abs(middle) <= max(1.0, spread) else f"{'+' if middle > 0 else '-'}{show_seconds(abs(middle))}",
+        "right" if abs(ahead) <= 1.0 else f"{'+' if ahead > 0 else '-'}{show_seconds(abs(ahead))}",
     ]
 
 

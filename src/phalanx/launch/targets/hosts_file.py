@@ -30,7 +30,7 @@ _ADDRESS = re.compile(r"[\w.][\w.-]*")  # torchrun's agents meet at no address o
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _OF_HOST = {"name", "devices", "address"}
 _KINDS: Mapping[str, tuple[type, str]] = {
-    **dict.fromkeys(("folder", "python", "code"), (str, "a text")),
+    **dict.fromkeys(("folder", "python"), (str, "a text")),
     "ssh": (list, "a list of texts"),
     "environment": (dict, "a table of texts, whose names are of letters, digits and _"),
 }
@@ -60,12 +60,10 @@ class HostsFile:
         python: the interpreter there; the path of this process's interpreter if not given.
         ssh: options for ``ssh``, such as ``["-F", "ssh.config"]``.
         environment: variables for workers.
-        code: a folder here that ``rsync`` copies to the same path on each host.
     """
 
     hosts: tuple[HostEntry, ...]
     folder: str = field(default_factory=lambda: str(Path.cwd()))
-    code: str | None = None
     python: str = sys.executable
     ssh: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -110,7 +108,7 @@ class HostsFile:
                 ]
         if problems:
             raise SpecError(problems)
-        own = {name: table[name] for name in ("folder", "python", "code", "environment") if name in table}
+        own = {name: table[name] for name in ("folder", "python", "environment") if name in table}
         return cls(hosts=tuple(hosts), ssh=tuple(table.get("ssh", ())), **own)
 
 

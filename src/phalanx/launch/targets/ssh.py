@@ -1,9 +1,8 @@
 """``--to ssh:hosts.toml``: torchrun's agent on each host of a file, over one ``ssh`` connection a host.
 
-This machine and all hosts have the run folder and the job's file at the same paths; ``code = "/folder"`` in the hosts
-file has ``rsync`` copy a folder to each host first. Host keys are checked and no password is asked for: ``ssh n1 true``
-has to work by itself. This process follows the run, and the run ends with it. When a worker or a host is lost, all
-workers start again from the newest checkpoint.
+This machine and all hosts have the run folder and the job's file at the same paths. Host keys are checked and no
+password is asked for: ``ssh n1 true`` has to work by itself. This process follows the run, and the run ends with it.
+When a worker or a host is lost, all workers start again from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import secrets
 import shlex
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,17 +25,21 @@ from typing import IO, Any, ClassVar, final
 from phalanx import errors
 from phalanx.config import RunSpec
 from phalanx.config.run_files import EVENTS
-from phalanx.errors import Problem, RunError, SpecError
+from phalanx.errors import RunError, SpecError
 from phalanx.events.log import EventReader, last_failure
 from phalanx.files import replace_text
-from phalanx.launch.check_hosts.asked_program import TargetHost, asking, ended_by_signals, run_here
-from phalanx.launch.check_hosts.host_findings import way_there
-from phalanx.launch.code_files import digest_of
+from phalanx.launch.check_hosts.asked_program import TargetHost
+from phalanx.launch.check_hosts.asked_program import asking
+from phalanx.launch.check_hosts.asked_program import ended_by_signals
+from phalanx.launch.check_hosts.asked_program import run_here
+from phalanx.launch.check import CheckTime
+from phalanx.launch.check import TargetHost
+from phalanx.launch.check import run_here
+from phalanx.launch.check import survey
+from phalanx.launch.check_findings import findings
 from phalanx.launch.failure import Failure, failure_of_exit, record, signal_name, worker_error
-from phalanx.launch.jobfile import Reference
 from phalanx.launch.reaper import SAVED, StopRequest, raise_stopped
 from phalanx.launch.restarts import Restarts
-from phalanx.launch.targets.code_pack import CodePack
 from phalanx.launch.targets.handed_over import (
     forget_handed_over,
     one_launch_at_a_time,
@@ -47,10 +49,8 @@ from phalanx.launch.targets.handed_over import (
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
 from phalanx.launch.targets.launch_folder import append, attached_log, word_of
 from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Submission
-from phalanx.units import visible
+from phalanx.units import show_names, visible
 
-_ASKS = 60.0  # seconds for a host to answer
-_COPIES = 600.0  # seconds for rsync
 _ALIVE = 5.0  # seconds between lines that tell an agent that this process is alive
 _OTHERS = 5.0  # seconds for other agents to end, after the first that failed
 _AFTER_GRACE = 10.0  # seconds, after which a host that should have stopped is ended
@@ -59,12 +59,9 @@ _END = 3.0  # seconds for ssh to end once its input is closed
 _LOOK = 0.1  # seconds
 _LOST = 255  # exit code of ssh when the connection failed or a signal ended the agent
 _LINE = 1 << 16  # bytes of a printed line
-_SHARED = "a folder that this machine and all hosts share"
-_SHARE = 'share the folder; for the job alone, code = "/its/folder" in the hosts file'
 _ENDED = re.compile(r"rank (\d{1,6}) ended with (-?\d{1,3})")  # as an agent says it
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=10")
 _SSH += ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
-_RSYNC = ("rsync", "-a", "--no-owner", "--no-group", "--no-implied-dirs", "--from0")
 _NODE = ("-m", "phalanx.launch.targets.ssh_node")
 # Variables come on stdin: every user of a host sees its command lines. The program reads the rest of stdin.
 _BOOT = """
@@ -72,15 +69,6 @@ import json, os, sys
 with open(0, "rb", 0, closefd=False) as stdin:
     os.environ.update(json.loads(stdin.readline()))
 os.execvp(sys.argv[1], sys.argv[1:])
-"""
-_QUESTION = """
-import json, os, socket, sys
-from hashlib import sha256
-asked = json.loads(sys.stdin.readline())
-there = [path for path in asked["files"] if os.path.isfile(path) and os.access(path, os.R_OK)]
-found = {path: sha256(open(path, "rb").read()).hexdigest() for path in there}
-with socket.create_server(("", 0)) as free:
-    print(json.dumps([found, os.path.isdir(asked["folder"]), free.getsockname()[1]]))
 """
 
 
@@ -97,20 +85,17 @@ class SshTarget(AttachedTarget):
             raise SpecError.of(where="--to", given=given, allowed=allowed, fix="--to ssh:hosts.toml")
         self._path = Path(address).absolute()
         self.file = HostsFile.read(Path(address))
-        self._hosts = [SshAskedHost(self.file, entry) for entry in self.file.hosts]  # each is sent the code once
 
     def prepare(self, submission: Submission) -> Prepared:
         refuse_size(submission.run, self.file)
         variables = ", ".join(self.file.environment) or "none"
-        notes = [f"workers work in {self.file.folder}; variables of the hosts file: {variables}"]
-        if self.file.code:
-            notes.append(f"each host first gets {_pack(self.file.code).headline}, by rsync to the same path")
+        note = f"workers work in {self.file.folder}; variables of the hosts file: {variables}"
         files = {submission.runfile: submission.run.to_toml()}
         commands = tuple(tuple(_on_host(self.file, host, _NODE)) for host in self.file.hosts)
-        return Prepared(submission=submission, files=files, commands=commands, notes=tuple(notes))
+        return Prepared(submission=submission, files=files, commands=commands, notes=(note,))
 
     def hosts(self) -> list[SshAskedHost]:
-        return self._hosts
+        return [SshAskedHost(self.file, entry) for entry in self.file.hosts]
 
     def follow(
         self, prepared: Prepared, threads: int | None, watch: Callable[[], None], begun: Callable[[], None]
@@ -131,34 +116,14 @@ class SshTarget(AttachedTarget):
         """Return a free port of the first host, once every host is known to have what ``run`` needs.
 
         Raises:
-            SpecError: a host does not see the run folder, or has not the job's file.
             RunError: a host cannot be used.
         """
-        job, hosts = Reference.parse(run.job).file, self.hosts()
-        above = next(one for one in (run.folder, *run.folder.parents) if one.is_dir())
-        token = above / f".phalanx-launch-{secrets.token_hex(4)}"
-        try:
-            token.write_text(secrets.token_hex(16))
-            found = {str(one): digest_of(one) for one in (token, job) if one}
-            with ended_by_signals(), asking(hosts) as threads:
-                answers = list(threads.map(lambda host: host.begin([*found]), hosts))
-        except OSError as error:
-            raise SpecError.of("run.folder", f"{above}: {error.strerror}", _SHARED, 'folder="/shared/run"') from None
-        finally:
-            token.unlink(missing_ok=True)
-        if failed := [(host.name, said) for host, said in zip(hosts, answers, strict=True) if isinstance(said, str)]:
-            lines = [f"host {name} cannot be used: {visible(why)}" for name, why in failed]
-            raise RunError("\n".join([*lines, f"    try: {way_there(*failed[0])}"]))
-        problems: list[Problem] = []
-        for host, (there, works, _) in zip(hosts, answers, strict=True):
-            needs = {token: f"does not see {run.folder}", job: f"has not {job} as it is here"}
-            lacks = [what for path, what in needs.items() if path and there.get(str(path)) != found[str(path)]]
-            lacks += [] if works is True else [f"has no {self.file.folder}, where workers work"]
-            given = f"host {host.name} {' and '.join(lacks)}"
-            problems += [Problem(where="--to", given=given, allowed=_SHARED, fix=_SHARE)] if lacks else []
-        if problems:
-            raise SpecError(problems)
-        return int(answers[0][2])
+        said = survey(self.hosts(), run.folder, run.job, quick=True)
+        if wrong := [one for one in findings(said) if one.fails]:
+            lines = [f"host {show_names(one.hosts)} cannot be used: {one.what}" for one in wrong]
+            raise RunError("\n".join([*lines, f"    try: {wrong[0].fix}"]))
+        assert said.hosts[0].facts
+        return said.hosts[0].facts.free_port
 
     def _supervise(self, submission: Submission, port: int, threads: int | None, watch: Callable[[], None]) -> None:
         """Start agents until the run ends, is stopped, or may not start again."""
@@ -199,7 +164,7 @@ class SshTarget(AttachedTarget):
             try:
                 if time.monotonic() >= began + pause:
                     return self._ask(run)
-            except (RunError, SpecError) as error:  # its shared folders may come back later than the host
+            except RunError as error:  # its shared folders may come back later than the host
                 if time.monotonic() > began + _BACK:
                     record(error, run.folder)
                     raise
@@ -234,37 +199,11 @@ class SshAskedHost(TargetHost):
 
     def __init__(self, file: HostsFile, entry: HostEntry) -> None:
         self.name, self.address, self.processes = entry.name, entry.address, entry.devices
-        self.folder, self._file, self._entry, self._copied = file.folder, file, entry, False
+        self.folder, self._file, self._entry = file.folder, file, entry
 
-    def run(self, arguments: Sequence[str], text: str, patience: float) -> str:
-        self._copy_code()
+    def run(self, arguments: Sequence[str], text: str, limit: CheckTime) -> str:
         lines = f"{json.dumps({**self._file.environment})}\n{text}"
-        return run_here(_on_host(self._file, self._entry, arguments), lines, patience)
-
-    def begin(self, files: Sequence[str]) -> Any:
-        """Return digests of ``files`` there, True if the host has its folder, and a free port; else why not, a text."""
-        try:
-            question = json.dumps({"files": files, "folder": self.folder})
-            told = json.loads(self.run(["-c", _QUESTION], f"{question}\n", _ASKS).splitlines()[-1])
-            good = isinstance(told[0], dict) and isinstance(told[2], int) and 0 < told[2] < 1 << 16
-            return told if good else "gives an answer of another form"
-        except (ValueError, LookupError, TypeError, RecursionError):
-            return "gives no answer"
-        except RunError as error:
-            return str(error)
-
-    def _copy_code(self) -> None:
-        if self._copied or not self._file.code:
-            return
-        pack = _pack(self._file.code)
-        with tempfile.NamedTemporaryFile("w") as names:
-            names.write("\0".join(str(pack.root / path) for path in pack.files))
-            names.flush()
-            shell = shlex.join([*_SSH, *self._file.ssh])
-            user, at, host = self.name.rpartition("@")
-            to = f"{user}{at}[{host}]:/" if ":" in host else f"{self.name}:/"  # as rsync writes IPv6
-            run_here([*_RSYNC, f"--files-from={names.name}", "-e", shell, "/", to], "", _COPIES)
-        self._copied = True
+        return run_here(_on_host(self._file, self._entry, arguments), lines, limit)
 
 
 @final
@@ -356,11 +295,6 @@ def _failure(agents: Sequence[_Agent], codes: Sequence[int | None], events: Sequ
     message = f"host {agent.name} {how}: {agent.said[-1] if agent.said else 'none'}"
     kind = "lost host" if code == _LOST else f"exit {code}"
     return Failure(rank=agent.first, kind=kind, message=message, lost_peer=code == _LOST, **seen)
-
-
-def _pack(code: str) -> CodePack:
-    root = Path(code).expanduser().resolve()
-    return CodePack.of(root, without=root)  # folders of runs are left out by themselves
 
 
 def _on_host(file: HostsFile, host: HostEntry, arguments: Sequence[str]) -> list[str]:

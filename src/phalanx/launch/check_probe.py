@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
@@ -29,26 +28,23 @@ from phalanx.errors import SpecError
 from phalanx.hardware import cores, memory_bytes
 from phalanx.hardware.probe import network_of
 from phalanx.launch.addresses import ANYWHERE, listen_at, own_address
-from phalanx.launch.check_hosts.host_answer import MARK
 from phalanx.launch.code_files import digest_of
 
+MARK = "phalanx-check:"
+"""Beginning of the line with the answer: a login script may print, too."""
 _MEETING = 0.6  # share of the time for links in which all hosts have to come
-_FULL = 8  # hosts; of more only the links of a ring are measured
-_FIRST, _MORE, _FAST = 2**21, 2**24, 0.02  # bytes sent over a link, and over one that sends the first in so few seconds
+_FIRST, _MORE, _FAST, _SLOW = 2**21, 2**24, 0.02, 2.0  # bytes sent over a link; seconds after which more, or no more
 _TRIES, _TRIPS = 3, 10
 _SOON = 0.02  # seconds between looks at a process that is about to end
 
 
 def main() -> None:
     """Answer the question in the first line of stdin."""
-    began = time.time()
     question = json.loads(sys.stdin.buffer.readline())
     stdout = os.dup(1)
     os.dup2(2, 1)  # the job prints, too
     threading.Thread(target=_end_with_asker, daemon=True).start()
-    answer = links(question) if "rank" in question else facts(question)
-    if "rank" not in question:
-        answer |= {"began": began, "ended": time.time()}
+    answer = link(question) if "rank" in question else facts(question)
     with open(stdout, "w") as file:
         file.write(f"\n{MARK}{json.dumps(answer)}\n")
     os._exit(0)  # gloo may wait for hosts that have ended
@@ -63,15 +59,24 @@ def _end_with_asker() -> None:
 
 
 def facts(question: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``HostFacts``, without its times."""
+    """Return the fields of ``HostFacts``; for a ``quick`` answer those that need neither torch nor the job."""
     until = time.monotonic() + question["patience"]
-    if os.path.isdir(question["cwd"]):
+    no_cwd = not os.path.isdir(question["cwd"])
+    if not no_cwd:
         os.chdir(question["cwd"])
+    own = {"no_cwd": no_cwd, **_own_facts(question)}
+    return (
+        own
+        | ({"files": _files_of(question["file"])} if question["quick"] else _job_facts(question, until))
+        | {"clock": time.time()}
+    )
+
+
+def _job_facts(question: dict[str, Any], until: float) -> dict[str, Any]:
     from phalanx.launch.side_process import SideProcess  # loads torch
 
-    found: dict[str, Any] = {}
+    found = _driver()
     with SideProcess(lambda send: _probe_job(question, send)) as side:
-        own = _own_facts(question)
         while message := side.next(max(0.0, until - time.monotonic())):
             found |= message
         if not side.done:
@@ -80,25 +85,25 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
             while (code := side.exit_code()) is None:
                 time.sleep(_SOON)
             found["ending"] = f"ended by signal {-code}" if code < 0 else "ended by itself"
-    return {**own, **found}
+    return found
 
 
 def _own_facts(question: dict[str, Any]) -> dict[str, Any]:
-    towards = question["towards"]
-    shm, network = _room("/dev/shm"), network_of(Path("/"))
+    towards, file = question["towards"], question["file"]
+    network = network_of(Path("/"))
     infiniband = network is not None and "InfiniBand" in network.name
     port, meets = _port(towards if question["first"] and towards != ANYWHERE else "")
     return {
         "python": platform.python_version(),
-        "executable": sys.executable,
         "cores": cores(),
         "memory": memory_bytes(),
         "memory_free": _free_memory(),
-        **_limits(),
-        "shm": shm[0],
-        "shm_free": shm[1],
+        "open_files": _limit(resource.RLIMIT_NOFILE),
+        "locked_memory": _limit(resource.RLIMIT_MEMLOCK),
+        "processes": _limit(resource.RLIMIT_NPROC) if os.geteuid() else -1,  # none holds for root
+        "shm_free": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else -1,
         **_folder(Path(question["token"])),
-        **_driver(),
+        "missing": bool(file) and not os.path.isfile(file),
         "address": own_address(towards, one_host=False),
         "speed": network.bandwidth if network and not infiniband else 0.0,
         "infiniband": infiniband,
@@ -115,11 +120,10 @@ def _probe_job(question: dict[str, Any], send: Any) -> None:
     kind, devices = next(((kind.name, devices) for kind, _, devices in found if devices), ("", []))
     send({"step": "job", "kind": kind, "devices": devices})
     file = question["file"]
-    lacking = bool(file) and not os.path.isfile(file)
-    if question["reference"] and not lacking:
+    if question["reference"] and not (file and not os.path.isfile(file)):
         _load(question["reference"], send)
         send({"files": _files_of(file)})
-    send({"step": "", "missing": lacking, "versions": {**_versions(), **of_kinds}})
+    send({"step": "", "versions": {**_versions(), **of_kinds}})
 
 
 def _load(reference: str, send: Any) -> None:
@@ -132,20 +136,16 @@ def _load(reference: str, send: Any) -> None:
         job = load_job(reference)
     except SpecError as error:
         first = error.problems[0]
-        given = first.given.splitlines()[-1].strip(" |")
-        send({"job_error": f"{first.where}: {given}", "job_fix": first.fix})
+        given, by = first.given.splitlines()[-1].strip(" |"), f", with {sys.executable}"
+        fix = first.fix + (by if first.fix.startswith("pip ") else "")
+        send({"job_error": f"{first.where}: {given}", "job_fix": fix})
         return
     send({"step": "data", "loaders": job.workers})
     try:
         made: Any = make_data(job, job.data)
-        if is_stream(made):
-            next(iter(made))
-            send({"data_read": True})
-        elif len(made):
-            made[0]
-            send({"data_read": True, "samples": len(made)})
-        else:
-            send({"data_error": "holds no sample"})
+        streams = is_stream(made)
+        next(iter(made if streams else map(made.__getitem__, range(len(made)))))
+        send({"data_read": True, "samples": -1 if streams else len(made)})
     except StopIteration:
         send({"data_error": "holds no sample"})
     except Exception as error:  # user code
@@ -184,12 +184,12 @@ def _driver() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of all packages that are loaded, and a digest of the code of Phalanx beside its own."""
+    """Return the versions of all packages that are loaded; Phalanx's with a digest of its code."""
     modules = [(name, vars(one)) for name, one in [*sys.modules.items()] if "." not in name]
     found = {name: str(one["__version__"]) for name, one in sorted(modules) if one.get("__version__")}
     root = Path(sys.modules["phalanx"].__path__[0])
-    texts = "".join(f"{path.relative_to(root)} {digest_of(path)}\n" for path in sorted(root.rglob("*.py")))
-    found["phalanx"] += f"+{sha256(texts.encode()).hexdigest()[:12]}"
+    code = sha256(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))).hexdigest()
+    found["phalanx"] += f"+{code[:12]}"
     return {name: version for name, version in found.items() if name not in sys.stdlib_module_names}
 
 
@@ -209,32 +209,21 @@ def _free_memory() -> int:
     return memory_bytes()
 
 
-def _limits() -> dict[str, int]:
-    kinds = {"open_files": resource.RLIMIT_NOFILE, "locked_memory": resource.RLIMIT_MEMLOCK}
-    kinds["processes"] = resource.RLIMIT_NPROC
-    soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
-    soft["processes"] = soft["processes"] if os.geteuid() else -1  # none holds for root
-    return {name: -1 if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
+def _limit(kind: int) -> int:
+    soft = resource.getrlimit(kind)[0]
+    return -1 if soft == resource.RLIM_INFINITY else soft
 
 
 def _folder(token: Path) -> dict[str, Any]:
-    told: dict[str, Any] = {"shared": False, "folder_error": "", "folder_free": _room(token.parent)[1]}
-    with suppress(OSError):
-        told["shared"] = token.read_text() == token.name
+    found: dict[str, Any] = {"shared": os.path.exists(token), "folder_error": "", "folder_free": 0}
     try:
         if token.parent.is_dir():
+            found["folder_free"] = shutil.disk_usage(token.parent).free
             with tempfile.TemporaryFile(dir=token.parent) as trial:
                 trial.write(b"phalanx")
     except OSError as error:
-        told["folder_error"] = error.strerror or str(error)
-    return told
-
-
-def _room(path: str | Path) -> tuple[int, int]:
-    with suppress(OSError):
-        usage = shutil.disk_usage(path)
-        return usage.total, usage.free
-    return 0, 0
+        found["folder_error"] = error.strerror or str(error)
+    return found
 
 
 def _port(address: str) -> tuple[int, str]:
@@ -246,74 +235,40 @@ def _port(address: str) -> tuple[int, str]:
         return 0, error.strerror or str(error)
 
 
-def links(question: dict[str, Any]) -> dict[str, Any]:
-    """Join the process group of all hosts, and return the fields of ``LinkFacts``."""
-    until = time.monotonic() + question["patience"]
-    try:
-        return _joined(question, until)
-    except (OSError, RuntimeError, ValueError) as error:
-        words = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
-        return {"error": words.splitlines()[0][:200]}
-
-
-def _joined(question: dict[str, Any], until: float) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    (host, port), rank, hosts = question["meeting"], question["rank"], question["hosts"]
-    meeting = until - (1 - _MEETING) * question["patience"]
-    listen_at(own_address(host, one_host=False))
-    coming, whole = (timedelta(seconds=max(1.0, one - time.monotonic())) for one in (meeting, until))
-    store = dist.TCPStore(host, port, is_master=not rank, wait_for_workers=False, timeout=coming)
-    store.set(f"host/{rank}", "1")
-    store.set_timeout(whole)
-    if not rank:
-        here: list[int] = []
-        while len(here) < hosts and time.monotonic() < meeting:
-            time.sleep(0.05)
-            here = [one for one in range(hosts) if store.check([f"host/{one}"])]
-        store.set("here", json.dumps(here))
-    here = json.loads(store.get("here"))
-    if rank not in here:
-        return {"error": "came too late"}
-    group, me, count = dist.PrefixStore("links", store), here.index(rank), len(here)
-    if count == 1:
-        return {}
-    dist.init_process_group("gloo", store=group, rank=me, world_size=count, timeout=whole)
-    shifts = [*range(1, count)] if count <= _FULL else [1, count - 1]
-    measured = zip(shifts, _measured(shifts, me, count, until), strict=False)
-    found = {str(here[(me - shift) % count]): rates for shift, rates in measured}
-    return {"links": found, "unmeasured": len(set(shifts)) - len(found)}
-
-
-def _measured(shifts: list[int], me: int, count: int, until: float) -> Iterator[tuple[float, float]]:
-    """Yield round trip and bytes per second of the link from the host ``shift`` before, until the time is over.
-
-    All hosts send at once, each to one host and from one host, so that no link is shared.
-    """
+def link(question: dict[str, Any]) -> dict[str, Any]:
+    """Join the process group of all hosts, and measure the link from the host before this one in the ring."""
     import torch
     import torch.distributed as dist
 
-    def exchange(size: int, shift: int) -> float:
+    (host, port), rank, hosts = question["meeting"], question["rank"], question["hosts"]
+    coming, met = timedelta(seconds=_MEETING * question["patience"]), False
+
+    def exchange(size: int) -> float:
         out, into = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
         began = time.perf_counter()
-        sending = dist.isend(out, (me + shift) % count)
-        dist.recv(into, (me - shift) % count)
+        sending = dist.isend(out, (rank + 1) % hosts)
+        dist.recv(into, (rank - 1) % hosts)
         took = time.perf_counter() - began
         sending.wait()  # pyrefly: ignore
         return took
 
-    for shift in shifts:
-        trip = 2 * min(exchange(1, shift) for _ in range(_TRIPS))
-        size, best = _FIRST, 0.0
+    try:
+        listen_at(own_address(host, one_host=False))
+        store = dist.TCPStore(host, port, is_master=not rank, wait_for_workers=False, timeout=coming)
+        met = True
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=hosts, timeout=coming)
+        latency, size, bandwidth = 2 * min(exchange(1) for _ in range(_TRIPS)), _FIRST, 0.0
         for _ in range(_TRIES):
-            took = exchange(size, shift)
-            best = max(best, size / took)
-            agreed = torch.tensor([took, time.monotonic() > until - 1.0], dtype=torch.float64)
-            dist.all_reduce(agreed, dist.ReduceOp.MAX)  # also lets all begin at the same time
-            size = _MORE if agreed[0] < _FAST else size
-            if agreed[1]:
-                return
-        yield trip, best
+            took = exchange(size)
+            bandwidth, slowest = max(bandwidth, size / took), torch.tensor(took)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # also lets all begin at the same time
+            if slowest > _SLOW:
+                break
+            size = _MORE if slowest < _FAST else size
+        return {"met": True, "latency": latency, "bandwidth": bandwidth}
+    except (OSError, RuntimeError, ValueError) as error:
+        words = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+        return {"met": met, "error": words.splitlines()[0][:200]}
 
 
 if __name__ == "__main__":
