@@ -20,11 +20,7 @@ from torch import nn
 
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, SpecError
-from phalanx.launch.check_hosts.asked_program import TargetHost
-from phalanx.launch.check_hosts.asked_program import run_here
-from phalanx.launch.check import CheckTime
-from phalanx.launch.check import TargetHost
-from phalanx.launch.check import run_here
+from phalanx.launch.check import CheckTime, TargetHost, run_here
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
 from phalanx.launch.targets.offer import Offer, misfit
 from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, QueueTarget, Standing, Submission

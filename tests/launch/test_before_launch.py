@@ -21,7 +21,6 @@ from phalanx.cli import main
 from phalanx.config import Plan
 from phalanx.errors import RunError
 from phalanx.hardware import cluster
-from phalanx.launch.check_hosts.asked_program import CheckTime
 from phalanx.launch.check import CheckTime
 from phalanx.launch.targets import ray as ray_target
 from phalanx.launch.targets.find_target import TARGETS, find_target, target_class

@@ -18,9 +18,8 @@ from launched import Queue, StandIn, StandIns
 from emulator.network import HostLink, HostNetwork, lacking, tool
 from law_rows import longer
 from phalanx.cli import main
-from phalanx.launch.check_hosts.asked_program import TargetHost
-from phalanx.launch.targets.find_target import TARGETS
 from phalanx.launch.check import TargetHost
+from phalanx.launch.targets.find_target import TARGETS
 
 JOB = """
 import beside

@@ -21,21 +21,17 @@ from ssh_hosts import ssh_servers
 from law_rows import longer
 from phalanx.cli import main
 from phalanx.errors import RunError
-from phalanx.launch.check_hosts.asked_program import ThisMachine
-from phalanx.launch.check_hosts.asked_program import run_here
-from phalanx.launch.check_hosts.host_answer import HostFacts
-from phalanx.launch.check_hosts.host_findings import findings
-from phalanx.launch.check_hosts.host_survey import HostSurvey
-from phalanx.launch.check_hosts.host_survey import survey
 from phalanx.launch import check
-from phalanx.launch.check import CheckTime
-from phalanx.launch.check import HostFacts
-from phalanx.launch.check import HostSurvey
-from phalanx.launch.check import LinkAnswer
-from phalanx.launch.check import ThisMachine
-from phalanx.launch.check import read_answer
-from phalanx.launch.check import run_here
-from phalanx.launch.check import survey
+from phalanx.launch.check import (
+    CheckTime,
+    HostFacts,
+    HostSurvey,
+    LinkAnswer,
+    ThisMachine,
+    read_answer,
+    run_here,
+    survey,
+)
 from phalanx.launch.check_findings import findings
 from phalanx.launch.check_probe import MARK
 from phalanx.preflight import launch_check

@@ -24,7 +24,6 @@ from phalanx.cli.launch import launch_question
 from phalanx.cli.settings import Given, earlier_run
 from phalanx.config import RunSpec
 from phalanx.errors import RunError, SpecError
-from phalanx.launch.check_hosts.host_survey import HostSurvey
 from phalanx.launch.check import HostSurvey
 from phalanx.launch.reaper import fork
 from phalanx.launch.targets import ssh

@@ -10,22 +10,8 @@ from typing import Any
 import pytest
 
 from phalanx.config import Plan
-from phalanx.launch.check_hosts.group_findings import Needs
-from phalanx.launch.check_hosts.group_findings import workers_of
-from phalanx.launch.check_hosts.host_answer import DeviceFacts
-from phalanx.launch.check_hosts.host_answer import HostAnswer
-from phalanx.launch.check_hosts.host_answer import HostFacts
-from phalanx.launch.check_hosts.host_answer import LinkAnswer
-from phalanx.launch.check_hosts.host_findings import findings
-from phalanx.launch.check_hosts.host_survey import HostSurvey
-from phalanx.launch.check import DeviceFacts
-from phalanx.launch.check import HostAnswer
-from phalanx.launch.check import HostFacts
-from phalanx.launch.check import HostSurvey
-from phalanx.launch.check import LinkAnswer
-from phalanx.launch.check_findings import Needs
-from phalanx.launch.check_findings import findings
-from phalanx.launch.check_findings import workers_of
+from phalanx.launch.check import DeviceFacts, HostAnswer, HostFacts, HostSurvey, LinkAnswer
+from phalanx.launch.check_findings import Needs, findings, workers_of
 
 pytestmark = pytest.mark.quick
 GIB = 2**30

@@ -12,25 +12,9 @@ from phalanx.comm.mesh import Mesh
 from phalanx.config import Cluster, Plan
 from phalanx.errors import SpecError
 from phalanx.hardware import entry
-from phalanx.launch.check_hosts.group_findings import HostFinding
-from phalanx.launch.check_hosts.group_findings import Needs
-from phalanx.launch.check_hosts.host_answer import DeviceFacts
-from phalanx.launch.check_hosts.host_answer import HostAnswer
-from phalanx.launch.check_hosts.host_answer import HostFacts
-from phalanx.launch.check_hosts.host_answer import LinkAnswer
-from phalanx.launch.check_hosts.host_findings import findings
-from phalanx.launch.check_hosts.host_survey import HostSurvey
-from phalanx.launch.targets.offer import Offer
-from phalanx.launch.targets.offer import misfit
-from phalanx.launch.targets.offer import nearest_plan
-from phalanx.launch.check import DeviceFacts
-from phalanx.launch.check import HostAnswer
-from phalanx.launch.check import HostFacts
-from phalanx.launch.check import HostSurvey
-from phalanx.launch.check import LinkAnswer
-from phalanx.launch.check_findings import HostFinding
-from phalanx.launch.check_findings import Needs
-from phalanx.launch.check_findings import findings
+from phalanx.launch.check import DeviceFacts, HostAnswer, HostFacts, HostSurvey, LinkAnswer
+from phalanx.launch.check_findings import HostFinding, Needs, findings
+from phalanx.launch.targets.offer import Offer, misfit, nearest_plan
 from phalanx.launch.targets.slurm import offer_of
 from phalanx.preflight.target_cluster import cluster_there
 

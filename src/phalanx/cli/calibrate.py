@@ -99,10 +99,9 @@ def _gpus(kind: DeviceKind, where: Path, *, quick: bool, as_json: bool) -> None:
 
 def _hosts(to: str, where: Path, *, quick: bool, as_json: bool) -> None:
     """Write what is there, and say what it is."""
-    from phalanx.launch.check_hosts.host_survey import survey
+    from phalanx.launch.check import survey
     from phalanx.launch.targets.find_target import find_target
     from phalanx.launch.targets.target import AttachedTarget
-    from phalanx.launch.check import survey
     from phalanx.preflight.target_cluster import cluster_there
     from phalanx.units import show_bytes, show_seconds
 

@@ -14,23 +14,9 @@ from phalanx.device_kinds import on_host
 from phalanx.errors import RunError, SpecError
 from phalanx.hardware import entry
 from phalanx.hardware.probe import Gpu, matched, measured
-from phalanx.launch.check_hosts.asked_program import CheckTime
-from phalanx.launch.check_hosts.asked_program import ThisMachine
-from phalanx.launch.check_hosts.group_findings import HostFinding
-from phalanx.launch.check_hosts.group_findings import Needs
-from phalanx.launch.check_hosts.host_answer import HostAnswer
-from phalanx.launch.check_hosts.host_findings import findings
-from phalanx.launch.check_hosts.host_survey import HostSurvey
-from phalanx.launch.check_hosts.host_survey import survey
+from phalanx.launch.check import CheckTime, HostAnswer, HostSurvey, ThisMachine, survey
+from phalanx.launch.check_findings import HostFinding, Needs, findings
 from phalanx.launch.restarts import allowed_plans
-from phalanx.launch.check import CheckTime
-from phalanx.launch.check import HostAnswer
-from phalanx.launch.check import HostSurvey
-from phalanx.launch.check import ThisMachine
-from phalanx.launch.check import survey
-from phalanx.launch.check_findings import HostFinding
-from phalanx.launch.check_findings import Needs
-from phalanx.launch.check_findings import findings
 from phalanx.launch.runfile import settled
 from phalanx.launch.side_process import Send, SideProcess, look_ahead
 from phalanx.launch.targets.target import AttachedTarget, QueueTarget, Submission, Target

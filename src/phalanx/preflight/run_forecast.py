@@ -15,7 +15,7 @@ from phalanx.errors import Problem, RefusedError, RunError, WorkerError, is_out_
 from phalanx.events import EventLog, read
 from phalanx.files import check_writer, replace_text
 from phalanx.launch.side_process import Afterwards, SideProcess
-from phalanx.launch.targets import last_word
+from phalanx.launch.targets.launch_folder import last_word
 from phalanx.preflight.machine_forecast import send_forecast
 from phalanx.report.comparison import FORECAST, LATE, memory_beside, stored, under_forecast
 from phalanx.units import show_bytes

@@ -10,13 +10,8 @@ from phalanx.config import Cluster, Group, Host, Network
 from phalanx.errors import RunError, SpecError
 from phalanx.hardware import entry
 from phalanx.hardware.probe import Gpu, cpu_group, cpu_processes, link_of, matched, measured
-from phalanx.launch.check_hosts.host_answer import HostAnswer
-from phalanx.launch.check_hosts.host_answer import LinkAnswer
-from phalanx.launch.check_hosts.host_survey import HostSurvey
+from phalanx.launch.check import HostAnswer, HostSurvey, LinkAnswer
 from phalanx.launch.targets.offer import Offer
-from phalanx.launch.check import HostAnswer
-from phalanx.launch.check import HostSurvey
-from phalanx.launch.check import LinkAnswer
 from phalanx.units import show_names
 
 _ALIKE = 0.05  # share of their memory by which machines of one kind may differ

@@ -28,14 +28,7 @@ from phalanx.config.run_files import EVENTS
 from phalanx.errors import RunError, SpecError
 from phalanx.events.log import EventReader, last_failure
 from phalanx.files import replace_text
-from phalanx.launch.check_hosts.asked_program import TargetHost
-from phalanx.launch.check_hosts.asked_program import asking
-from phalanx.launch.check_hosts.asked_program import ended_by_signals
-from phalanx.launch.check_hosts.asked_program import run_here
-from phalanx.launch.check import CheckTime
-from phalanx.launch.check import TargetHost
-from phalanx.launch.check import run_here
-from phalanx.launch.check import survey
+from phalanx.launch.check import CheckTime, TargetHost, run_here, survey
 from phalanx.launch.check_findings import findings
 from phalanx.launch.failure import Failure, failure_of_exit, record, signal_name, worker_error
 from phalanx.launch.reaper import SAVED, StopRequest, raise_stopped

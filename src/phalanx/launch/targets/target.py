@@ -27,7 +27,6 @@ from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import RunError, SpecError
 from phalanx.files import replace_text
 from phalanx.files.single_writer import is_running
-from phalanx.launch.check_hosts.asked_program import TargetHost
 from phalanx.launch.check import TargetHost
 from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, LAST_WORDS, State, attached_log, last_word
 from phalanx.launch.targets.offer import Offer
