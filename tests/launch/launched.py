@@ -22,8 +22,14 @@ from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.check import CheckTime, TargetHost, run_here
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
-from phalanx.launch.targets.offer import Offer, misfit
-from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, QueueTarget, Standing, Submission
+from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.target import AttachedTarget
+from phalanx.launch.targets.target import Option
+from phalanx.launch.targets.target import Prepared
+from phalanx.launch.targets.target import QueueTarget
+from phalanx.launch.targets.target import Standing
+from phalanx.launch.targets.target import Submission
+from phalanx.launch.targets.offer import gpus_of_node
 
 JOB = """
 import time
@@ -204,8 +210,9 @@ class Queue(QueueTarget):
         return self.offered
 
     def prepare(self, submission: Submission) -> Prepared:
-        if self.offered and (problem := misfit(submission.run.plan, self.offered)):
-            raise SpecError([problem])
+        there = self.offered
+        if there and (problems := gpus_of_node(submission.run.plan, there.nodes, there.devices)[1]):
+            raise SpecError(problems)
         return Prepared(submission=submission, files={submission.runfile: submission.run.to_toml()}, commands=())
 
     def why_not(self, prepared: Prepared, patience: float = 60.0) -> str | None:

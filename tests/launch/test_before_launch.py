@@ -6,24 +6,24 @@ import json
 import sys
 import time
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from launched import Queue, StandIn, StandIns, by_hand, write_job
+from launched import Queue, StandIn, StandIns, by_hand, shared, write_job
 from ssh_hosts import SshServers, ssh_servers
-from test_target_laws import CASES, QUEUES, own_words, submission
+from test_target_laws import CASES, QUEUES, SAGEMAKER, own_words, submission
 
 import phalanx as px
 from phalanx.cli import main
 from phalanx.config import Plan
-from phalanx.errors import RunError
 from phalanx.hardware import cluster
 from phalanx.launch.check import CheckTime
-from phalanx.launch.targets import ray as ray_target
-from phalanx.launch.targets.find_target import TARGETS, find_target, target_class
+from phalanx.launch.targets.find_target import TARGETS
+from phalanx.launch.targets.find_target import find_target
+from phalanx.launch.targets.find_target import target_class
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.target import QueueTarget
 from phalanx.preflight import launch_check
@@ -146,56 +146,30 @@ class TestQueue:
         assert "which devices there are is not known here" in result.stderr
 
     def test_a_plan_that_does_not_fit_is_refused_with_what_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Queue, "offered", Offer(nodes=2, devices=2, device="A100-80GB", by="sinfo"))
+        monkeypatch.setattr(Queue, "offered", Offer(nodes=2, devices=2, device="A100-80GB"))
         for more in ([], ["--no-check"], ["--dry-run"]):
             result = launch("queue", "--plan", "fsdp=8", *more)
             assert result.exit_code == 2
-            assert "2 nodes with 2 x A100-80GB (sinfo) have 4" in result.stderr
+            assert "2 x --gpus-per-node 2 are 4" in result.stderr
             assert "--plan fsdp=4" in result.stderr
             assert Queue.taken == []
 
 
-NODES = [(f"n{number}", {"CPU": 2.0, "memory": 8e9}) for number in range(2)]
-
-
-class TestWithoutAPlan:
-    @pytest.mark.parametrize(
-        ("to", "words", "there", "processes"),
-        [
-            ("ray", ("--cpus-per-worker", "2"), "on 2x1x", 2),
-            (
-                "kubernetes",
-                ("--image", "train:1", "--nodes", "2", "--gpus-per-node", "4", "--patch", "pod.json"),
-                "on 2x4xL4: ",
-                8,
-            ),
-            ("slurm", ("--nodes", "2", "--sbatch", "--gres=gpu:h100:4"), "on 2x4xH100: ", 8),
-        ],
-    )
-    def test_the_planner_chooses(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, words: Sequence[str], there: str, processes: int
-    ) -> None:
-        monkeypatch.setattr(ray_target, "_nodes", lambda address: NODES)
-        monkeypatch.chdir(tmp_path)
-        Path("pod.json").write_text('{"spec": {"nodeSelector": {"gpu": "nvidia-l4"}}}')
-        volume = ("--volume", f"data:{tmp_path}") if to == "kubernetes" else ()
-        result = launch(to, *words, *volume, "--dry-run", "--json")
-        assert result.exit_code == 0, result.output
-        assert there in result.stderr
-        files = json.loads(result.stdout)["files"]
-        (text,) = [text for path, text in files.items() if path.endswith("run.toml")]
-        (plan,) = [line for line in text.splitlines() if line.startswith("plan = ")]
-        assert Plan.parse(plan.partition('"')[2].rstrip('"')).processes == processes
-
-    def test_a_cluster_that_cannot_be_asked_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def unreachable(address: str) -> None:
-            raise RunError(f"no Ray dashboard answers at {address}")
-
-        monkeypatch.setattr(ray_target, "_nodes", unreachable)
-        result = launch("ray:http://head:8265")
-        assert result.exit_code == 3
-        assert "no Ray dashboard answers at http://head:8265" in result.stderr
-        assert "--plan" not in result.stderr
+@pytest.mark.parametrize("to", ["ray", "kubernetes", "slurm", "sagemaker"])
+def test_without_a_plan_the_planner_chooses_for_the_gpus_of_the_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = {"kubernetes": ["--image", "train:1", "--volume", f"data:{tmp_path}"], "sagemaker": [*SAGEMAKER]}
+    shares = ["--patch", shared(tmp_path)["patch"]] if to == "sagemaker" else []
+    gpus = ("--nodes", "2", "--gpus-per-node", "4", "--device", "L4")
+    result = launch(to, *own.get(to, []), *shares, *gpus, "--grace", "10", "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    assert "on 2x4xL4: " in result.stderr
+    files = json.loads(result.stdout)["files"]
+    (text,) = [text for path, text in files.items() if path.endswith("run.toml")]
+    (plan,) = [line for line in text.splitlines() if line.startswith("plan = ")]
+    assert Plan.parse(plan.partition('"')[2].rstrip('"')).processes == 8
 
 
 def test_a_job_that_is_installed_needs_no_file_in_a_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

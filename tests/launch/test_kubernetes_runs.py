@@ -365,14 +365,14 @@ class TestKubectl:
                 "status": {"phase": "Running"},
                 "log": f"[rank {rank}] of the pod\n",
             }
-        assert target.standing(ticket, folder) == Standing(state="running", detail="2 pods on n1")
+        assert target.standing(ticket, folder) == Standing(state="running", detail="2 of 2 pods")
         assert target.log(ticket, folder, None).read_text() == "".join(
-            f"[pod/pod-{rank}/node] [rank {rank}] of the pod\n" for rank in range(2)
+            f"[rank {rank}] of the pod\n" for rank in range(2)
         )
         assert target.log(ticket, folder, 1).read_text() == "of the pod\n"
         target.stop(ticket, folder)
         assert {plural for _, plural, _ in server.objects} == {"pods"}
-        assert target.standing(ticket, folder) == Standing(state="running", detail="2 pods still to end")
+        assert target.standing(ticket, folder) == Standing(state="running", detail="pods still to end")
         server.objects.clear()
         assert target.standing(ticket, folder).state == "stopped"
 

@@ -19,10 +19,10 @@ import pytest
 from launched import submission, until, write_job
 
 from phalanx.config import Plan, RunSpec
-from phalanx.errors import RefusedError, RunError, SpecError
+from phalanx.errors import RunError, SpecError
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets import ray as ray_target
-from phalanx.launch.targets.ray import RayTarget, laid_on
+from phalanx.launch.targets.ray import RayTarget
 from phalanx.launch.targets.ray_driver import LOST, RayDriver, RayNode, main
 from phalanx.launch.targets.target import Prepared
 
@@ -34,7 +34,7 @@ if find_spec("ray"):  # before any test: it sets variables of its own
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="not installed: ray")
 
 
-def prepared(folder: Path, address: str = "", plan: str = "dp=2", **options: str) -> Prepared:
+def prepared(folder: Path, address: str = "", plan: str = "dp=2 device=cpu", **options: str) -> Prepared:
     folder.mkdir(exist_ok=True)
     write_job(folder)
     return RayTarget(address).prepare(submission("ray", folder, plan, **options))
@@ -56,28 +56,30 @@ def test_a_dry_run_shows_what_is_left_out_and_no_other_run(tmp_path: Path) -> No
     assert wider.commands[0][-5] == "lib/train.py"
 
 
-def test_a_plan_is_laid_on_as_few_nodes_as_possible() -> None:
-    for plan, there, nodes, cpus, layout in [
-        ("dp=4", CPUS, 0, 0, (1, 4, 0)),
-        ("dp=6", CPUS, 0, 0, (2, 3, 0)),
-        ("dp=2", CPUS, 2, 0, (2, 1, 0)),
-        ("dp=2", CPUS, 0, 3, (2, 3, 0)),
-        ("threads=4", CPUS, 0, 0, (1, 4, 0)),
-        ("fsdp=8", GPUS, 0, 0, (1, 8, 8)),
-        ("dp=2 fsdp=8", GPUS, 0, 0, (2, 8, 8)),
-        ("dp=2 server=1", GPUS, 0, 0, (1, 3, 2)),
-        ("fsdp=8 device=cpu", GPUS, 0, 0, (1, 8, 0)),
+def test_each_node_has_what_its_workers_need(tmp_path: Path) -> None:
+    for plan, options, layout in [
+        ("dp=4", {}, "1 4 4"),
+        ("dp=4", {"nodes": "2", "gpus_per_node": "0"}, "2 2 0"),
+        ("dp=2", {"nodes": "2", "cpus_per_worker": "3"}, "2 3 1"),
+        ("threads=4 device=cpu", {}, "1 4 0"),
+        ("dp=2 server=1", {}, "1 3 2"),
+        ("dp=3 server=1", {"nodes": "2"}, "2 2 2"),
     ]:
-        assert laid_on(there, Plan.parse(plan), nodes, cpus) == layout, plan
-    for plan, there, fix in [
-        ("dp=16", CPUS, "--plan dp=12"),
-        ("dp=2 device=cuda", CPUS, "ray status"),
-        ("dp=17", GPUS, "--plan dp=16"),
-        ("dp=2", [], "ray status"),
+        assert " ".join(prepared(tmp_path, plan=plan, **options).commands[0][-3:]) == layout, plan
+
+
+def test_a_plan_without_room_is_refused_with_what_nodes_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for plan, there, fits in [
+        ("dp=4 device=cpu", CPUS, True),
+        ("dp=5 device=cpu", CPUS, False),
+        ("dp=2", CPUS, False),
+        ("fsdp=8", GPUS, True),
+        ("dp=2", [], False),
     ]:
-        with pytest.raises(RefusedError) as caught:
-            laid_on(there, Plan.parse(plan), 0, 0)
-        assert caught.value.problems[0].fix == fix
+        monkeypatch.setattr(ray_target, "_nodes", lambda address, there=there: there)
+        said = RayTarget("").why_not(prepared(tmp_path, plan=plan))
+        assert (said == "") is fits, plan
+        assert fits or "room for it: " + ("n0 has 4 CPUs, 0 GPUs" if there else "there is none") in (said or "")
 
 
 def test_ray_alone_is_the_cluster_of_rays_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,17 +235,15 @@ class TestNode:
 class Standby(RayDriver):
     """A driver whose starts give what a test says: ``codes`` of one start after the other."""
 
-    def __init__(self, folder: Path, codes: Sequence[Mapping[str, int]], *, saves: int = 0, **more: Any) -> None:
+    def __init__(self, folder: Path, codes: Sequence[Mapping[str, int]], **more: Any) -> None:
         spec = RunSpec(job="digits", folder=folder, plan=Plan.parse("dp=2"), resume="auto", **more)
         (folder / "launch").mkdir(parents=True)
         super().__init__(spec, folder / "launch" / "run.toml", ["2", "1", "0"])
-        self.codes, self.saves, self.starts = list(codes), saves, 0
+        self.codes, self.starts = list(codes), 0
 
     def _start(self, starts: int) -> dict[str, int]:
         assert starts == self.starts
         self.starts += 1
-        if self.saves:
-            (self._spec.folder / "checkpoints" / f"step-{self.starts}").mkdir(parents=True)
         return dict(self.codes.pop(0))
 
 
@@ -270,10 +270,6 @@ class TestDriver:
         assert one.train() == code
         assert one.starts == min(len(codes), 3)
         assert said in capsys.readouterr().out
-
-    def test_a_new_checkpoint_in_between_counts_losses_anew(self, tmp_path: Path) -> None:
-        one = Standby(tmp_path / "run", [*[{"n0": LOST}] * 5, {"n0": 0}], restarts=1, saves=1)
-        assert (one.train(), one.starts) == (0, 6)
 
     def test_once_asked_to_stop_it_starts_nothing_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         one = Standby(tmp_path / "run", [])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import CPUS, RayCluster, lacking_for_ray, ray_cluster
+from clusters import RayCluster, lacking_for_ray, ray_cluster
 from launched import await_steps, by_hand, commands_end, phalanx, steps_in, submission, until, write_job  # noqa: F401
 
 import phalanx as px
@@ -56,6 +56,8 @@ def launched(cluster: RayCluster, folder: Path, *options: str, plan: str = "dp=2
         "--run",
         "run",
         "--no-check",
+        "--gpus-per-node",
+        "0",
         *options,
     )
     return phalanx(*words, cwd=folder, stderr=subprocess.STDOUT)
@@ -154,26 +156,12 @@ def test_a_plan_that_the_cluster_has_no_devices_for_is_refused_before_anything_i
     cluster: RayCluster, tmp_path: Path
 ) -> None:
     write_job(tmp_path)
-    given = submission("ray", tmp_path, "dp=16")
-    target = RayTarget(cluster.address)
-    with pytest.raises(RefusedError, match=r"with 16 processes on CPUs; allowed: nodes with room for it: .* 4 CPUs, "):
+    given, target = submission("ray", tmp_path, "dp=16", gpus_per_node="0"), RayTarget(cluster.address)
+    with pytest.raises(RefusedError, match=r"16 CPUs and 0 GPUs; allowed: nodes with room for it: .* 4 CPUs, "):
         target.submit(target.prepare(given))
     assert not given.run.folder.exists()
-    why = target.why_not(target.prepare(given))
-    assert "16 processes" in why
-    assert target.why_not(target.prepare(submission("ray", tmp_path))) == ""
-
-
-def test_without_a_plan_the_planner_chooses_for_what_the_cluster_has(cluster: RayCluster, tmp_path: Path) -> None:
-    write_job(tmp_path)
-    words = ("launch", "train.py", "--to", f"ray:{cluster.address}", "--run", "run", "--dry-run")
-    text = answer(*words, cwd=tmp_path)
-    assert f"on 2x{CPUS}xcpu" in text
-    assert f'plan = "dp={2 * CPUS}"' in text
-    offer = RayTarget(cluster.address).offer({"cpus-per-worker": "2"})
-    assert offer
-    assert (offer.nodes, offer.devices, offer.device, offer.cores) == (2, CPUS // 2, "", CPUS)
-    assert offer.memory > 0
+    assert "16 CPUs" in (target.why_not(target.prepare(given)) or "")
+    assert target.why_not(target.prepare(submission("ray", tmp_path, gpus_per_node="0"))) == ""
 
 
 def test_inside_ray_train_a_loop_of_ones_own_reports_the_loss_of_the_global_batch(

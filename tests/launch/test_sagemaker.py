@@ -15,10 +15,12 @@ from launched import shared, submission
 from phalanx.config import Job, RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.code_files import digest_of
-from phalanx.launch.targets.aws_calls import AwsCalls
-from phalanx.launch.targets.handed_over import log_of, write_ticket
-from phalanx.launch.targets.sagemaker import LOGS, SageMakerTarget
+from phalanx.launch.targets.handed_over import log_of
+from phalanx.launch.targets.handed_over import write_ticket
+from phalanx.launch.targets.sagemaker import LOGS
+from phalanx.launch.targets.sagemaker import SageMakerTarget
 from phalanx.launch.targets.target import Submission
+from phalanx.launch.targets.sagemaker import AwsCalls
 from phalanx.report.run_standing import run_standing
 
 moto = pytest.importorskip("moto")
@@ -102,24 +104,14 @@ def test_a_job_on_several_has_it_on_the_file_system_that_they_share(tmp_path: Pa
     assert run.job == "train.py"
 
 
-@pytest.mark.usefixtures("aws")
-def test_instances_are_as_ec2_describes_them(tmp_path: Path) -> None:
-    target = SageMakerTarget("")
-    for options, said in (
-        ({"instance": "ml.p4d.24xlarge", "nodes": "2"}, "2 nodes with 8 x A100-40GB"),
-        ({"instance": "ml.g4dn.12xlarge"}, "1 node with 4 x T4"),
-        ({"instance": "ml.c5.4xlarge", "nodes": "3"}, "3 nodes with 16 cores"),
-        ({"instance": "ml.p99.xlarge"}, "None"),
-        ({"instance": "ml.c5.4xlarge", "nodes": "two"}, "None"),
-    ):
-        assert str(target.offer(options)) == said
-    with pytest.raises(SpecError, match="no GPUs of NVIDIA"):
-        target.offer({"instance": "ml.trn1.32xlarge"})
-    with pytest.raises(SpecError, match="which computes on GPUs"):
-        target.submit(target.prepare(handed(tmp_path, plan="dp=2 device=cuda", instance="ml.m5.large")))
+def test_a_run_is_handed_over_and_found_again(aws: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ask = list[dict[str, Any]](), AwsCalls.ask
 
+    def keep(calls: AwsCalls, service: str, operation: str, **given: Any) -> Any:
+        asked.extend([given] if operation == "create_training_job" else [])
+        return ask(calls, service, operation, **given)
 
-def test_a_run_is_handed_over_and_found_again(aws: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(AwsCalls, "ask", keep)
     given, target = handed(tmp_path), SageMakerTarget("")
     ticket = target.submit(target.prepare(given))
     base = f"phalanx/{ticket['job']}"
@@ -128,11 +120,9 @@ def test_a_run_is_handed_over_and_found_again(aws: Any, tmp_path: Path) -> None:
     assert target.standing(ticket, given.run.folder).state == "ended"  # as moto has it: at once
     assert target.standing({**ticket, "job": "another"}, given.run.folder).state == "unknown"
     aws.download_file("bucket", f"{base}/code/code.tar.gz", str(tmp_path / "code.tar.gz"))
-    assert request_digest(given) == digest_of(tmp_path / "code.tar.gz")
-
-
-def request_digest(given: Submission) -> str:
-    return json.loads((given.folder / "training-job.json").read_text())["HyperParameters"]["code.tar.gz-sha256"]
+    (told,) = asked
+    assert told["HyperParameters"]["code.tar.gz-sha256"] == digest_of(tmp_path / "code.tar.gz")
+    assert told["HyperParameters"]["run.toml-sha256"] == digest_of(given.runfile)
 
 
 def test_the_next_job_of_a_run_goes_on_where_the_last_has_saved(aws: Any, tmp_path: Path) -> None:
@@ -280,12 +270,12 @@ def test_what_is_cut_short_while_sagemaker_answers_is_stopped_and_taken_back(
 
 def test_a_folder_whose_run_stands_there_needs_resume_and_resume_needs_one(aws: Any, tmp_path: Path) -> None:
     given, target, job = handed(tmp_path), SageMakerTarget(""), Job.__new__(Job)
-    with pytest.raises(SpecError, match="from which SageMaker was handed no run"):
+    with pytest.raises(SpecError, match="resume"):
         target.refuse_folder(replace(given.run, resume=True), job)
     target.refuse_folder(replace(given.run, resume="auto"), job)
     write_ticket(given, "sagemaker", target.submit(target.prepare(given)))
     target.refuse_folder(replace(given.run, resume=True), job)
-    with pytest.raises(SpecError, match="whose run stands at s3://bucket/phalanx/digits-of-mine-"):
+    with pytest.raises(SpecError, match="whose run sagemaker has"):
         target.refuse_folder(replace(given.run, resume=False), job)
 
 
@@ -297,19 +287,9 @@ def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return target.why_not(target.prepare(handed(tmp_path, **options)))
 
     assert asked() is None  # whether it would take it, nobody can ask
-    assert asked(bucket="s3://made-up/runs") == "there is no bucket made-up"
-
-    def ask(self: AwsCalls, service: str, operation: str, own: Any = AwsCalls.ask, **given: Any) -> Any:
-        if service == "sts":
-            return own(self, service, operation, **given)
-        raise RunError("AWS refuses it: AccessDenied: not authorized")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(AwsCalls, "ask", ask)
-        assert asked(bucket="s3://made-up/runs") is None, "who may not look is not refused"
     with monkeypatch.context() as patched:
         patched.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
         assert "EndpointConnectionError" in (asked() or "")
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    assert (asked() or "").startswith("no region is set up")
+    assert (asked() or "").startswith("--region: given none")

@@ -271,12 +271,6 @@ class TestBeforeWorkers:
                 os._exit(9)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == SAVED
 
-    def test_hosts_that_are_none(self, tmp_path: Path) -> None:
-        root = container(tmp_path)
-        (root / "input" / "config" / "resourceconfig.json").write_text('{"hosts": ["algo-1"], "current_host": "x"}')
-        assert main(root) == 2
-        assert "current_host, which is one of them" in (root / "output" / "failure").read_text()
-
 
 _LAST_LINES = """
 import os, subprocess, sys

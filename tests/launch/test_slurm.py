@@ -51,7 +51,7 @@ def test_variables_of_a_shell_say_only_what_the_script_leaves_open(
     prepared = SLURM.prepare(submission("slurm", tmp_path, time="1h", sbatch="--partition=gpu"))
     for ask in (lambda: SLURM.submit(prepared) == {"job": 7}, lambda: SLURM.why_not(prepared) == ""):
         assert ask()
-        assert (tmp_path / "told").read_text() == "SBATCH_QOS=other\n"
+        assert (tmp_path / "told").read_text() == "SBATCH_QOS=other\n", "the script's own partition holds"
 
 
 @in_one_test(
@@ -80,7 +80,7 @@ def test_a_refusal_is_said_in_slurms_words_and_leaves_nothing(tmp_path: Path, as
     pretend(tmp_path, sbatch=f"echo 'sbatch: warning: much' >&2; echo '{words}' >&2; exit 1")
     given = submission("slurm", tmp_path)
     prepared = SLURM.prepare(given)
-    assert SLURM.why_not(prepared) == words
+    assert words in SLURM.why_not(prepared)
     with pytest.raises(RunError, match="Invalid qos"):
         SLURM.submit(prepared)
     assert not given.run.folder.exists()
@@ -93,48 +93,23 @@ def test_a_time_limit_is_written_as_slurm_counts(tmp_path: Path, text: str, slur
     assert f"#SBATCH --time={slurms}\n" in script(tmp_path, time=text, gpus_per_node="0")
 
 
-GPUS = "gpu*|8|1000|gpu:8\\n"
-CPUS = "cpu*|8|1000|(null)\\ngpu|8|1000|gpu:8\\n"
-NOTE = "sinfo {}: taken as nodes without GPUs; give --gpus-per-node"
-
-
 @in_one_test(
-    ("sinfo", "plan", "options", "asks"),
+    ("plan", "options", "asks"),
     [
-        (CPUS, "dp=4", {}, "--cpus-per-task=2"),
-        (CPUS, "dp=4", {"sbatch": "--cpus-per-task=8"}, "--cpus-per-task=8"),
-        (GPUS, "dp=4", {}, "--gpus-per-node=2"),
-        ("gpu|8|1000|gpu:8\\n", "dp=4", {"sbatch": "--partition=gpu"}, "--gpus-per-node=2"),
-        (GPUS, "dp=4", {"gpus_per_node": "0"}, "--cpus-per-task=2"),
-        (GPUS, "dp=4", {"sbatch": "--gres=gpu:a100:2"}, "--gres=gpu:a100:2"),
-        (GPUS, "dp=4 device=cpu", {}, "--cpus-per-task=2"),
-        (None, "dp=4", {}, "--cpus-per-task=2"),
-        (None, "dp=4", {"gpus_per_node": "2"}, "--gpus-per-node=2"),
-        (None, "dp=4", {"sbatch": "--gres=gpu:2"}, "--gres=gpu:2"),
-        (None, "dp=4 device=cuda", {}, "--gpus-per-node=2"),
+        ("dp=4", {}, "--gpus-per-node=2"),
+        ("dp=4", {"gpus_per_node": "4"}, "--gpus-per-node=4"),
+        ("dp=4", {"gpus_per_node": "0"}, "--cpus-per-task=2"),
+        ("dp=4", {"gpus_per_node": "0", "sbatch": "--cpus-per-task=8"}, "--cpus-per-task=8"),
+        ("dp=4", {"sbatch": "--gres=gpu:a100:2"}, "--gres=gpu:a100:2"),
+        ("dp=4 device=cpu", {}, "--cpus-per-task=2"),
+        ("dp=4 device=cuda", {}, "--gpus-per-node=2"),
     ],
 )
 def test_each_node_is_asked_for_what_its_workers_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sinfo: str | None, plan: str, options: dict[str, str], asks: str
+    tmp_path: Path, plan: str, options: dict[str, str], asks: str
 ) -> None:
-    (tmp_path / "tools").mkdir(exist_ok=True)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}")
-    pretend(tmp_path, sinfo=f"printf '{sinfo}'" if sinfo else "exit 1")
-    given = submission("slurm", tmp_path, plan, **options)
-    prepared = SLURM.prepare(given)
-    text = prepared.files[given.folder / "job.sh"].partition("\n\n")[0]
+    text = script(tmp_path, plan, **options).partition("\n\n")[0]
     assert [line for line in text.splitlines() if "-per-" in line or "gres" in line][1:] == [f"#SBATCH {asks}"]
-    guessed = sinfo is None and plan == "dp=4" and not options
-    assert prepared.notes == ((NOTE.format("does not answer"),) if guessed else ())
-
-
-def test_a_plan_for_more_gpus_than_sinfo_has_is_refused(tmp_path: Path, asked: Path) -> None:
-    pretend(tmp_path, sinfo="printf 'gpu*|8|1000|gpu:a100:1\\n'")
-    with pytest.raises(SpecError, match=r"2 nodes with 1 x A100-80GB \(sinfo\) have 2"):
-        script(tmp_path)
-    pretend(tmp_path, sinfo="printf 'cpu*|8|1000|(null)\\n'")
-    with pytest.raises(SpecError, match=r"which computes on GPUs: 2 nodes with 1 cores \(sinfo\)"):
-        script(tmp_path, "dp=4 device=cuda")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def own(folder: Path, **given: Any) -> Submission:
     path = write_job(folder, steps=STEPS)
     text = path.read_text().replace("time.sleep(PAUSE)", "time.sleep(0.25 if SLOW else 0.0)")
     path.write_text(SLOW + text.replace("def job():\n", SAYS))
-    return submission("slurm", folder, **given)
+    return submission("slurm", folder, **{"gpus_per_node": "0", **given})
 
 
 class Handed:
@@ -108,7 +108,7 @@ def test_two_nodes_train_what_one_device_does(cluster: Cluster, tmp_path: Path) 
 def test_each_plan_trains_what_one_device_does(cluster: Cluster, tmp_path: Path, plan: str, nodes: str) -> None:
     write_job(tmp_path)
     where = {"nodes": nodes, "sbatch": f"--partition={'three' if nodes == '3' else 'cpu'}"}
-    given = submission("slurm", tmp_path, plan, run=NO_FORECAST, **where)
+    given = submission("slurm", tmp_path, plan, run=NO_FORECAST, gpus_per_node="0", **where)
     run = Handed(given)
     run.wait("ended")
     assert px.load(run.folder).losses == pytest.approx(by_hand(6), rel=1e-5)
@@ -136,6 +136,7 @@ def test_after_its_time_a_run_goes_on_by_itself(cluster: Cluster, limited: Hande
 def test_a_run_that_is_asked_to_stop_saves_and_is_over(cluster: Cluster, tmp_path: Path) -> None:
     folder = own(tmp_path, run={"steps": 400}).run.folder
     words = ["launch", str(tmp_path / "train.py"), "--to", "slurm", "--nodes", "2", "--plan", "dp=2", "--no-check"]
+    words += ["--gpus-per-node", "0"]
     told = json.loads(told_by(*words, "--steps", "400", "--run", str(folder), "--grace", "10", "--json"))
     job = str(told["job"])
     events = folder / "events.jsonl"
@@ -219,12 +220,10 @@ def test_what_is_shown_is_what_slurm_takes(cluster: Cluster, tmp_path: Path) -> 
     assert "#SBATCH --time=0-01:30:00\n" in prepared.files[script]
 
 
-@pytest.mark.usefixtures("cluster")
-def test_it_says_what_its_nodes_have() -> None:
-    offer = SlurmTarget("").offer({"nodes": "2"})
-    assert offer
-    assert (offer.nodes, offer.devices, offer.device, offer.cores) == (2, 1, "", 1)
-    assert offer.memory > 0
+def test_gpus_that_the_cluster_lacks_are_refused_with_the_way_to_none(cluster: Cluster, tmp_path: Path) -> None:
+    target = SlurmTarget("")
+    with pytest.raises(RunError, match="--gpus-per-node 0 without GPUs"):
+        target.submit(target.prepare(own(tmp_path, gpus_per_node="")))
 
 
 def told_by(*words: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,16 @@ from phalanx.comm.mesh import Mesh
 from phalanx.config import Cluster, Plan
 from phalanx.errors import SpecError
 from phalanx.hardware import entry
-from phalanx.launch.check import DeviceFacts, HostAnswer, HostFacts, HostSurvey, LinkAnswer
-from phalanx.launch.check_findings import HostFinding, Needs, findings
-from phalanx.launch.targets.offer import Offer, misfit, nearest_plan
-from phalanx.launch.targets.slurm import offer_of
+from phalanx.launch.check import DeviceFacts
+from phalanx.launch.check import HostAnswer
+from phalanx.launch.check import HostFacts
+from phalanx.launch.check import HostSurvey
+from phalanx.launch.check import LinkAnswer
+from phalanx.launch.check_findings import HostFinding
+from phalanx.launch.check_findings import Needs
+from phalanx.launch.check_findings import findings
+from phalanx.launch.targets.offer import Offer
+from phalanx.launch.targets.offer import nearest_plan
 from phalanx.preflight.target_cluster import cluster_there
 
 pytestmark = pytest.mark.quick
@@ -103,67 +108,20 @@ class TestNetwork:
         assert there(*fast, links=both(1e8)).network.bandwidth == 1e8
 
 
-NODES = [("128", "1000000", "gpu:a100:8(S:0-1)")]  # what sinfo says of a partition
-
-
-class TestOffer:
-    @pytest.mark.parametrize(
-        ("rows", "options", "said"),
-        [
-            (NODES, {"nodes": "2"}, "2 nodes with 8 x A100-80GB"),
-            (NODES, {"nodes": "2", "gpus-per-node": "4"}, "2 nodes with 4 x A100-80GB"),
-            ([("128+", "1000000+", "gpu:a100:8")] * 2, {}, "1 node with 8 x A100-80GB"),
-            (NODES, {"gpus-per-node": "0", "sbatch": "--cpus-per-task=32", "nodes": "3"}, "3 nodes with 32 cores"),
-            ([("64", "256000", "(null)")], {"nodes": "2", "sbatch": "--cpus-per-task=16"}, "2 nodes with 16 cores"),
-            ([("64", "256000", "(null)")], {"nodes": "2"}, "2 nodes with 1 cores"),
-            ([], {"sbatch": "--gres=gpu:h100:4", "nodes": "2"}, "2 nodes with 4 x H100"),
-            ([("128", "1000000", "gpu:8")], {}, "1 node with 8 x GPU"),
-            ([("128", "1000000", "gpu:marvel:8")], {}, "1 node with 8 x GPU"),
-            ([("128", "1000000", "gpu:a100:4,gpu:v100:4")], {}, "1 node with 8 x GPU"),
-            ([], {"gpus-per-node": "4"}, "1 node with 4 x GPU"),
-        ],
-    )
-    def test_is_what_slurm_says(self, rows: Any, options: Mapping[str, str], said: str) -> None:
-        assert str(offer_of(rows, options)) == said
-
-    @pytest.mark.parametrize(
-        ("rows", "options"),
-        [
-            ([], {"nodes": "2"}),  # no Slurm here
-            ([*NODES, ("128", "1000000", "gpu:v100:8")], {}),
-            (NODES, {"sbatch": "--constraint=fast"}),
-            (NODES, {"nodes": "two"}),
-            (NODES, {"gpus-per-node": "many"}),
-        ],
-    )
-    def test_is_none_where_it_does_not_say(self, rows: Any, options: Mapping[str, str]) -> None:
-        assert offer_of(rows, options) is None
-
-
 @pytest.mark.parametrize(
     ("plan", "processes", "nearest"),
     [
         ("dp=2", 4, "dp=4"),
         ("dp=2 tp=4", 16, "dp=4 tp=4"),
         ("fsdp=8 zero=3", 4, "fsdp=4 zero=3"),
-        ("pp=2 tp=4 micro=2", 4, "tp=4 micro=2"),
+        ("pp=2 tp=4 micro=2", 4, "dp=4"),
         ("dp=8 server=1", 5, "dp=4 server=1"),
-        ("tp=4", 3, "tp=3"),
+        ("tp=4", 3, "dp=3"),
         ("tp=8 pp=3", 7, "dp=7"),
     ],
 )
 def test_the_nearest_plan(plan: str, processes: int, nearest: str) -> None:
     assert nearest_plan(Plan.parse(plan), processes) == Plan.parse(nearest)
-
-
-def test_a_plan_for_more_than_is_offered_is_refused_with_the_nearest() -> None:
-    offer = Offer(nodes=2, devices=8, device="H100", by="sinfo")
-    assert misfit(Plan.parse("dp=2 fsdp=8"), offer) is None
-    assert misfit(Plan.parse("dp=32 device=cpu"), offer) is None
-    problem = misfit(Plan.parse("dp=4 fsdp=8"), offer)
-    assert problem
-    assert problem.given == "dp=4 fsdp=8, for 32 devices: 2 nodes with 8 x H100 (sinfo) have 16"
-    assert problem.fix == "--plan 'dp=2 fsdp=8'"
 
 
 @pytest.mark.parametrize(

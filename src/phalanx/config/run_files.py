@@ -108,8 +108,8 @@ LAUNCH_FILES: Mapping[str, str] = {
     "kubernetes.json": "on Kubernetes: the objects",
     "asked-to-stop": "on Kubernetes: the name of the run that was asked to stop",
     "training-job.json": "on SageMaker: the request",
-    "code.txt": "on SageMaker: the files of the job's code that are sent, and their SHA-256",
-    "output.log": "by SSH, on Kubernetes and Ray: what all workers print",
+    "code.txt": "on SageMaker: the files of the job's code that are sent",
+    "output.log": "by SSH and on Ray: what all workers print",
     "rank-*.log": "what one rank prints: one file a rank",
     "*-*.log": "on SageMaker and Kubernetes: what all workers print, or one rank, as far as it was fetched",
 }

@@ -81,15 +81,10 @@ def _joined(alike: Sequence[Group], *, one_share: bool) -> Group:
 
 
 def cluster_offered(offer: Offer) -> Cluster:
-    """Return the machines of an offer; the catalog gives the figures that it lacks."""
-    if offer.device:
-        known = entry(offer.device)
-        group = Group(device=known.device, link=known.link, host=known.host, per_node=offer.devices, nodes=offer.nodes)
-        return Cluster(groups=(group,), network=known.network(offer.devices))
-    cores = offer.cores or offer.devices
-    host = Host(name="a node", slots=offer.devices, cores=cores, memory=offer.memory or None)
-    group = cpu_processes(cpu_group(host), offer.devices, cores / offer.devices, host)
-    return Cluster(groups=(replace(group, nodes=offer.nodes),), network=entry("cpu").network(1))
+    """The nodes of an offer, with the catalog's figures of everything that it does not say."""
+    known = entry(offer.device)
+    group = Group(device=known.device, link=known.link, host=known.host, per_node=offer.devices, nodes=offer.nodes)
+    return Cluster(groups=(group,), network=known.network(offer.devices))
 
 
 def _network(survey: HostSurvey, usual: Network) -> Network:

@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import shlex
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,8 +23,6 @@ from phalanx.launch.targets.find_target import TARGETS, find_target
 from phalanx.launch.targets.launch_folder import FOLDER, TICKET, attached_log
 from phalanx.launch.targets.target import Submission, Target
 
-_PATIENCE = 60.0  # seconds for another launch to end
-_SOON = 0.05
 _KEY = 32  # bytes
 
 
@@ -50,7 +47,6 @@ def _key() -> bytes:
     base = os.environ.get("XDG_CONFIG_HOME", "")
     base = base if os.path.isabs(base) else os.path.expanduser("~/.config")  # a relative one does not count
     path = Path(base) / "phalanx" / "ticket.key"
-    why = "it can be read by others, or is another user's"
     try:
         if not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -62,8 +58,9 @@ def _key() -> bytes:
             new.unlink()
         with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
             found, key = os.fstat(file.fileno()), file.read(_KEY)
-        if path.is_absolute() and len(key) == _KEY and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        if len(key) == _KEY and found.st_uid == os.getuid() and not found.st_mode & 0o077:
             return key
+        why = "it can be read by others, or is another user's"
     except OSError as error:
         why = error.strerror
     raise RunError(f"{path}, the key that marks tickets, cannot be used: {why}\n    try: XDG_CONFIG_HOME=/a/folder")
@@ -105,36 +102,20 @@ def refuse_handed_over(folder: Path) -> None:
 def one_launch_at_a_time(folder: Path) -> Iterator[None]:
     """Hold a lock against other launches of ``folder``; wait for one under way.
 
-    The lock is on the nearest existing parent folder, writes nothing, and ends with this process.
-
-    Raises:
-        SpecError: another launch has not ended within a minute.
+    The lock is on the nearest existing parent folder, writes nothing, and ends with this process. A launch ends in
+    time, as each answer of an engine has a time limit.
     """
     _key()  # before a run is launched that could not be marked
     above = next(one for one in folder.absolute().parents if one.is_dir())
     handle = os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    until = time.monotonic() + _PATIENCE
     try:
-        while not _locked(handle):
-            if time.monotonic() > until:
-                given = f"{folder}, beside which another launch has been under way for {_PATIENCE:g} s"
-                raise SpecError.of("run.folder", given, "one launch at a time", "wait for it, or end it") from None
-            time.sleep(_SOON)
+        with suppress(OSError):  # storage without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)  # processes started meanwhile have it, too
         os.close(handle)
-
-
-def _locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # storage without locks
-        pass
-    return True
 
 
 def forget_handed_over(folder: Path) -> None:

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from phalanx.config import Plan, RunSpec
+from phalanx.config import RunSpec
 from phalanx.config.elastic import resized
 from phalanx.device_kinds import on_host, pod_resource
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.offer import Offer, misfit
+from phalanx.launch.targets.offer import gpus_of_node
 from phalanx.launch.targets.option_checks import (
+    NODE_OPTIONS,
     SAVE_MARGIN,
     merged,
     read_options,
-    secret_names,
     too_short,
     uneven_nodes,
     wrong_option,
@@ -34,13 +33,10 @@ from phalanx.launch.targets.target import Option, Submission
 
 OPTIONS = {
     "image": Option(help="image with phalanx and what the job imports", example="registry/train:1", needed=True),
-    "nodes": Option(help="pods, each with an equal part of the plan's processes [1]", example="4", kind="count"),
+    **NODE_OPTIONS,
     "volume": Option(help="claims and where pods have them, with commas", example="data:/data,runs:/runs", between=","),
     "namespace": Option(help="namespace; the context's where not given", example="vision"),
     "context": Option(help="context of kubectl's settings; the current one where not given", example="cluster-a"),
-    "gpus-per-node": Option(
-        help="GPUs of each pod; one a device of the plan, 0: none", example="8", kind="count", least=0
-    ),
     "queue": Option(help="local queue of Kueue, which then says when the run begins", example="team-a"),
     "time": Option(help="time after which a start saves and stops, in m, h or d", example="12h", kind="time"),
     "patch": Option(
@@ -62,6 +58,9 @@ NODE = "node"
 RESTART = "RESTART_ATTEMPT"
 """Variable with the number of the JobSet's restarts."""
 
+CORES = "PHALANX_CORES"
+"""Variable with the cores that a pod asks for; 0: none."""
+
 MEETING_KEY = "PHALANX_MEETING_KEY"
 """Variable with the key of this launch, by which pods of a changing number know each other."""
 
@@ -71,7 +70,6 @@ OWN_FAILURE = 70
 _FAILED = f".* failed with exit code {OWN_FAILURE} matching .*"  # a Job's message about its failure rule
 _PORT = 29500
 _WAIT = 60  # seconds that the fewest pods wait for others
-_LONGEST = 30  # letters of a job's name: names of pods stay below 63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,18 +79,14 @@ class PodRequest:
     Attributes:
         values: options, as ``read_options`` returns them.
         least: smallest number of pods; ``nodes`` unless that may change.
-        gpus: of each pod; ``resource``: their name in the cluster.
-        cores: of each pod; 0: all.
+        resources: of each pod: GPUs, or cores.
         volumes: mount path → claim.
     """
 
     values: Mapping[str, Any]
     nodes: int
     least: int
-    gpus: int
-    resource: str
-    cores: int
-    workers: int
+    resources: Mapping[str, Any]
     volumes: Mapping[str, str]
 
     @classmethod
@@ -102,68 +96,42 @@ class PodRequest:
         Raises:
             SpecError: with all problems in them.
         """
-        run, options = submission.run, submission.options
+        run, options, within = submission.run, submission.options, submission.run.device_range
         values, problems = read_options(OPTIONS, options)
-        nodes, count, patch = values.get("nodes", 1), values.get("gpus-per-node"), values.get("patch", {})
-        plan, volumes = _largest(run), [word.partition(":") for word in values.get("volume", "").split(",") if word]
+        nodes, plan = values.get("nodes", 1), on_most(run).plan
+        volumes = {path.rstrip("/"): claim for claim, _, path in _parted(values.get("volume", ""))}
+        least = -(-within.least * nodes // within.most) if within else nodes
         said = f"{options.get('time', '')}, with a grace of {run.grace:g} seconds"
-        problems += too_short(run, values.get("time"), run.grace, said)
-        problems += [*uneven_nodes(plan, nodes, "each pod"), *_inelastic(run, nodes, "queue" in values)]
-        problems += [*_wrong_volumes(run, volumes), *_own_variables(patch)]
-        offer = Offer(nodes=nodes, devices=count or 0, device="GPU" if count else "", by="--gpus-per-node")
-        if count is not None and (problem := misfit(plan, offer)):
-            problems.append(problem)
-        gpus = (0 if on_host(plan.device) else max(1, plan.devices // nodes)) if count is None else count
-        resource = pod_resource("auto" if on_host(plan.device) else plan.device)
-        if gpus and not resource:
+        gpus, few = gpus_of_node(plan, nodes, values.get("gpus-per-node"))
+        problems += [*too_short(run, values.get("time"), run.grace, said), *uneven_nodes(plan, nodes), *few]
+        problems += [*_wrong_range(run, least, nodes, "queue" in values), *_wrong_volumes(run, options)]
+        name = pod_resource("auto" if on_host(plan.device) else plan.device)
+        if gpus and not name:
             fix = "--gpus-per-node 0, and the resource in the limits of --patch"
             allowed = "devices whose resource is known here"
             problems.append(Problem(where="--gpus-per-node", given=f"none, for {plan}", allowed=allowed, fix=fix))
         if problems:
             raise SpecError(problems)
-        workers, cores = plan.processes // nodes, asked_cores(patch)
-        return cls(
-            values=values,
-            nodes=nodes,
-            least=_fewest(run, nodes),
-            gpus=gpus,
-            resource=resource,
-            cores=cores or (0 if gpus else workers * plan.threads),
-            workers=workers,
-            volumes={path.rstrip("/") or "/": claim for claim, _, path in volumes},
-        )
+        asked = {name: str(gpus)} if gpus else {"cpu": str(plan.processes // nodes * plan.threads)}
+        resources = {"requests": asked, **({"limits": asked} if gpus else {})}
+        return cls(values=values, nodes=nodes, least=least, resources=resources, volumes=volumes)
 
 
 def on_most(run: RunSpec) -> RunSpec:
     """Return ``run`` with its plan on the largest number of devices it may have."""
-    return run.resized_to(_largest(run)) if run.device_range else run
+    plan = resized(run.plan, run.device_range.most) if run.device_range else None
+    return run.resized_to(plan) if plan else run
 
 
-def _largest(run: RunSpec) -> Plan:
-    return (resized(run.plan, run.device_range.most) if run.device_range else None) or run.plan
-
-
-def _fewest(run: RunSpec, nodes: int) -> int:
-    within = run.device_range
-    return -(-within.least * nodes // within.most) if within else nodes
-
-
-def _inelastic(run: RunSpec, nodes: int, queued: bool) -> list[Problem]:
+def _wrong_range(run: RunSpec, least: int, nodes: int, queued: bool) -> list[Problem]:
     """Return a problem if the run has a range of devices that no smaller number of whole pods can have."""
-    within = run.device_range
-    if within is None or (within.most % nodes and resized(run.plan, within.most)):  # a problem of --nodes
+    if (within := run.device_range) is None:
         return []
-    each = max(1, within.most // nodes)
-    sizes = [within.most, *(pods * each for pods in range(_fewest(run, nodes), nodes))]
-    given = f"{run.devices} in {nodes} pods of {each} devices, with plan {run.plan}"
-    if queued:
-        given, allowed = f"{run.devices}, with --queue, which admits all pods or none", "a number that does not change"
-    elif bad := [size for size in sizes if resized(run.plan, size) is None]:
-        given, allowed = f"{given}, which cannot be on {bad[0]}", "a range whose numbers of pods the plan can be on"
-    elif len(sizes) == 1:
-        allowed = "a range that fewer pods can have, each whole"
-    else:
+    sizes = [within.most // nodes * pods for pods in range(least, nodes + 1)]
+    if len(sizes) > 1 and not queued and within.most in sizes and all(resized(run.plan, size) for size in sizes):
         return []
+    given = f"{run.devices} in {nodes} pods, with plan {run.plan}{' and with --queue' if queued else ''}"
+    allowed = "a range of whole equal pods that each suit the plan, and no queue, which admits all pods or none"
     return [Problem(where="-n", given=given, allowed=allowed, fix=f"-n {run.plan.devices}")]
 
 
@@ -174,52 +142,24 @@ def part_of(value: Any, *names: str) -> Any:
     return value
 
 
-def _container(patch: Mapping[str, Any]) -> Mapping[str, Any]:
-    containers = part_of(patch, "spec", "containers")
-    return next((one for one in containers if isinstance(one, dict) and one.get("name") == NODE), {})
+def _parted(volume: str) -> list[tuple[str, str, str]]:
+    return [word.partition(":") for word in volume.split(",") if word]
 
 
-def asked_cores(patch: Mapping[str, Any]) -> int:
-    """Return the whole cores that a patch asks for; 0 if none."""
-    cpu = str(part_of(_container(patch), "resources", "requests", "cpu"))
-    found = re.fullmatch(r"([0-9]{1,9})(m?)", cpu)
-    return int(found[1]) // (1000 if found[2] else 1) if found else 0
-
-
-def _own_variables(patch: Mapping[str, Any]) -> list[Problem]:
-    env = [one for one in part_of(_container(patch), "env") if isinstance(one, dict)]
-    names = [str(one.get("name")) for one in env if "value" in one]
-    allowed = "text that all may read who may see the job; envFrom or valueFrom names a secret"
-    secret = [(f"env with {name}, a secret by its name", allowed) for name in secret_names(names)]
-    own = [(f"env with {name}", "variables that a pod does not have itself") for name in names if name == RESTART]
-    return [wrong_option(OPTIONS, "patch", given, allowed) for given, allowed in [*secret, *own]]
-
-
-def _wrong_volumes(run: RunSpec, volumes: list[tuple[str, str, str]]) -> list[Problem]:
+def _wrong_volumes(run: RunSpec, options: Mapping[str, str]) -> list[Problem]:
     """Return problems of claims and their places, or of files that workers need and no volume holds."""
-    places = [PurePosixPath(path) for _, _, path in volumes]
-    taken = [*places, RUN_FILE.parent, PurePosixPath("/dev/shm")]
-    wrong = [
-        f"{claim}{colon}{path}"
-        for claim, colon, path in volumes
-        if not claim or not path.startswith("/") or taken.count(PurePosixPath(path)) > 1
-    ]
-    if wrong:
-        allowed = "CLAIM:/PATH, several with commas, each at a path of its own"
-        return [wrong_option(OPTIONS, "volume", ", ".join(map(repr, wrong)), allowed)]
+    volumes, file = _parted(options.get("volume", "")), Reference.parse(run.job).file
+    places = [path for _, _, path in volumes]
+    if wrong := [":".join((claim, path)) for claim, _, path in volumes if not claim or not path.startswith("/")]:
+        return [wrong_option(OPTIONS, "volume", ", ".join(map(repr, wrong)), "CLAIM:/PATH, several with commas")]
     problems: list[Problem] = []
-    file = Reference.parse(run.job).file
     module = "; a job that is installed in the image and here is named as a module: package.train"
     for what, path in {"the run folder": run.folder, "the job's file": file}.items():
-        if path is not None and not _holds(places, path):
-            given = f"{', '.join(map(str, places)) or 'none'}, where {what} {path} is not"
+        if path is not None and not any(path.is_relative_to(place) for place in places):
+            given = f"{', '.join(places) or 'none'}, where {what} {path} is not"
             allowed = f"a volume that holds {what} at the same path{module if path == file else ''}"
             problems.append(wrong_option(OPTIONS, "volume", given, allowed, f"--volume CLAIM:{path.parent}"))
     return problems
-
-
-def _holds(places: list[PurePosixPath], path: Path) -> bool:
-    return any(PurePosixPath(path).is_relative_to(place) for place in places)
 
 
 def config_name(name: str) -> str:
@@ -233,9 +173,7 @@ def manifests(submission: Submission) -> str:
     Raises:
         SpecError: with all problems of the options.
     """
-    request = PodRequest.of(submission)
-    stem = re.sub(r"[^a-z0-9]+", "-", submission.name.lower()).strip("-")[:_LONGEST].strip("-")
-    name = f"{stem if stem[:1].isalpha() else f'run-{stem}'.strip('-')}-{submission.token[-6:]}"
+    request, name = PodRequest.of(submission), submission.job_name
     labels = {"app.kubernetes.io/managed-by": "phalanx", "app.kubernetes.io/instance": name}
     config = {
         "apiVersion": "v1",
@@ -291,13 +229,11 @@ def _rule(name: str, action: str, reason: str) -> dict[str, Any]:
 
 
 def _pod(submission: Submission, request: PodRequest, name: str) -> dict[str, Any]:
-    gpus = {request.resource: str(request.gpus)} if request.gpus else {}
     elastic = request.least < request.nodes
     meeting = f"{name}-{NODE}-0-0.{name}:{_PORT}"
     pods = [f"{request.least}:{request.nodes}", str(_WAIT)] if elastic else [str(request.nodes)]
-    threads = {"OMP_NUM_THREADS": str(max(1, request.cores // request.workers))} if request.cores else {}
-    own = {**threads, **({MEETING_KEY: submission.key} if elastic else {})}
     label = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
+    asked = {"resourceFieldRef": {"containerName": NODE, "resource": "requests.cpu"}}
     claims = {claim: f"claim-{index}" for index, claim in enumerate(dict.fromkeys(request.volumes.values()))}
     mounts = {str(RUN_FILE.parent): "run", "/dev/shm": "shm"}
     mounts |= {path: claims[claim] for path, claim in request.volumes.items()}
@@ -313,15 +249,16 @@ def _pod(submission: Submission, request: PodRequest, name: str) -> dict[str, An
         "command": [submission.python, "-m", module, str(RUN_FILE), meeting, *pods],
         "env": [
             {"name": RESTART, "valueFrom": label},
-            *({"name": variable, "value": value} for variable, value in own.items()),
+            {"name": CORES, "valueFrom": asked},
+            *([{"name": MEETING_KEY, "value": submission.key}] if elastic else []),
         ],
-        "resources": {"requests": gpus, "limits": gpus} if gpus else {"requests": {"cpu": str(request.cores)}},
+        "resources": request.resources,
         "volumeMounts": [
             {"name": volume, "mountPath": path, **({"readOnly": True} if volume == "run" else {})}
             for path, volume in mounts.items()
         ],
     }
-    if _holds([PurePosixPath(path) for path in request.volumes], Path.cwd()):  # paths of the job may begin there
+    if any(Path.cwd().is_relative_to(path) for path in request.volumes):  # paths of the job may begin there
         container["workingDir"] = str(Path.cwd())
     return {
         "restartPolicy": "Never",

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -36,13 +36,12 @@ from phalanx.config.run_files import EVENTS
 from phalanx.events.log import EventReader, last_failure, own_failure
 from phalanx.launch.addresses import LOOPBACK, own_address
 from phalanx.launch.reaper import SAVED, await_orphans
-from phalanx.launch.targets.kubernetes_manifest import MEETING_KEY, OWN_FAILURE, RESTART, on_most
+from phalanx.launch.targets.kubernetes_manifest import CORES, MEETING_KEY, OWN_FAILURE, RESTART, on_most
 from phalanx.launch.targets.launch_folder import FOLDER, run_from
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
 
 _PATIENCE = 3600  # seconds for all pods, which are scheduled one by one
 _LOOK = 1.0  # seconds between looks
-_SAYS = 60.0  # seconds between messages
 _LAST_LINES = 2.0  # seconds for the processes that copy the workers' output
 _LAST_WORD = 2.0  # seconds for the worker, perhaps in another pod, that writes the run's failure
 _SIGNED = "phalanx-signed"
@@ -62,8 +61,7 @@ def main(runfile: Path, meeting: str, nodes: str, wait: str = "") -> int:
     logs.mkdir(parents=True, exist_ok=True)
     events = EventReader(spec.folder / EVENTS)
     events.new()  # of earlier starts
-    there = _is_known if index == 0 else answers  # pod 0 knows its own name a while after it has begun
-    if not _wait_for(meeting, there):
+    if not _found(meeting, index):
         print(f"{socket.gethostname()}: nobody is at {meeting} after {_PATIENCE} s", file=sys.stderr)
         return 1
     start = f"{meeting.rpartition(':')[0].partition('.')[0]}-{os.environ.get(RESTART) or '0'}"
@@ -73,7 +71,7 @@ def main(runfile: Path, meeting: str, nodes: str, wait: str = "") -> int:
     place = NodePlace(
         name=socket.gethostname(),
         nodes=int(nodes.rpartition(":")[2]),
-        cores=len(os.sched_getaffinity(0)),
+        cores=int(os.environ.get(CORES, "0")) or len(os.sched_getaffinity(0)),
         options={"max-restarts": "0", **options},
     )
     try:
@@ -105,24 +103,16 @@ def _leave(number: int, frame: object) -> None:
     os._exit(SAVED)
 
 
-def _wait_for(meeting: str, there: Callable[[str], bool]) -> bool:
-    began = said = time.monotonic()
-    while not there(meeting):
-        now = time.monotonic()
-        if now - began > _PATIENCE:
-            return False
-        if now - said > _SAYS:
-            print(f"{socket.gethostname()}: waits for pod 0, at {meeting}", file=sys.stderr, flush=True)
-            said = now
+def _found(meeting: str, index: int) -> bool:
+    """Wait until pod 0 listens; pod 0 itself until it knows its own name, which is a while after it has begun."""
+    until = time.monotonic() + _PATIENCE
+    print(f"{socket.gethostname()}: waits for pod 0, at {meeting}", file=sys.stderr, flush=True)
+    while time.monotonic() < until:
+        with suppress(OSError):
+            if answers(meeting) or (index == 0 and socket.getaddrinfo(meeting.rpartition(":")[0], None)):
+                return True
         time.sleep(_LOOK)
-    return True
-
-
-def _is_known(meeting: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(meeting.rpartition(":")[0], None))
-    except OSError:
-        return False
+    return False
 
 
 def _failed(events: EventReader) -> int:

@@ -50,17 +50,24 @@ def append(path: Path, data: bytes, below: int = 2) -> None:
         file.write(data)
 
 
-def append_new(path: Path, lines: Iterable[str]) -> None:
-    """Append those of ``lines`` that the file does not hold yet: a reader that follows it sees each once."""
-    known = Counter[str]()
+def fetched_log(folder: Path, name: str, lines: Iterable[str], rank: int | None) -> Path:
+    """Append the new ``lines`` of a run to a file named after its job, or those of ``rank`` to a file of their own.
+
+    A reader that follows the file sees each line once. ``node_agent.py`` marks the lines of a rank.
+    """
+    path, mark = folder / FOLDER / f"{name}.log", f"[rank {rank}] "
+    if rank is not None:
+        path = path.with_name(f"{name}.rank-{rank}.log")
+        lines = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+    known, new = Counter[str](), list[str]()
     with suppress(FileNotFoundError), os.fdopen(open_plain(path, os.O_RDONLY, below=2), newline="") as file:
         known.update(line.removesuffix("\n") for line in file)
-    new = list[str]()
     for line in lines:
         known[line] -= 1
         new += [f"{line}\n"] if known[line] < 0 else []
     if new:
         append(path, "".join(new).encode())
+    return path
 
 
 def run_from(runfile: Path, fix: str) -> RunSpec:

@@ -12,10 +12,9 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from phalanx.config import RunSpec
@@ -92,6 +91,7 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
     _last_word(events)  # of earlier starts
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of this process: agents lose each other's store as they end
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
     from torch.distributed.run import parse_args, run
 
@@ -109,9 +109,15 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
     os.environ["PYTHONUNBUFFERED"] = "1"  # output goes into a pipe, and would be lost with the worker
     options = {"nnodes": str(place.nodes), "nproc-per-node": str(workers), **place.options}
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    asked = parse_args([*words, "--no-python", *worker])
     try:
-        return _as_workers_end(place, partial(run, asked))
+        run(parse_args([*words, "--no-python", *worker]))
+        return 0
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode == SAVED:  # another node was asked to stop, and all have saved
+            return SAVED
+        print(f"{place.name}: rank {rank} ended with {failure.exitcode}", file=sys.stderr, flush=True)
+        return 1
     except SignalException:
         return {"end": 0, "error": 1}.get(_last_word(events), SAVED)
     except Exception:  # the rendezvous is gone with the agent of another node, perhaps one that was asked to stop
@@ -120,21 +126,6 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
         raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch's handler would raise in the caller
-
-
-def _as_workers_end(place: NodePlace, run: Callable[[], object]) -> int:
-    """Run the agent; return this node's exit code by those of its workers."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    try:
-        run()
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode == SAVED:  # another node was asked to stop, and all have saved
-            return SAVED
-        print(f"{place.name}: rank {rank} ended with {failure.exitcode}", file=sys.stderr, flush=True)
-        return 1
-    return 0
 
 
 def _last_word(events: EventReader) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,18 @@ from phalanx.units import parse_duration, show_counted
 _DIGITS = 7  # of the longest count
 _SECRET = {"KEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "AUTH", "APIKEY"}
 _PLACES = {"FILE", "FILES", "PATH", "DIR"}  # as of SSL_KEY_FILE
+_SHOWN = ("setup", "sbatch", "patch")  # options whose text others can read
 # The value of a variable or an option in a line of shell, unless it is looked up as the line runs
 _SET = re.compile(r"""(?:(?<![\w-])([A-Za-z_]\w*)\+?=|--([A-Za-z][\w-]*)(?:=|\s+(?!-)))["']?(?![$`"'\s;&|]|$)""")
+
+NODE_OPTIONS = {
+    "nodes": Option(help="nodes, each with an equal part of the plan's processes [1]", example="2", kind="count"),
+    "gpus-per-node": Option(
+        help="GPUs of each node [one a device of the plan]; 0: none", example="8", kind="count", least=0
+    ),
+    "device": Option(help="name of these GPUs, by which the planner chooses where no plan is given", example="H100"),
+}
+"""Options of every queue."""
 
 SAVE_MARGIN = 30
 """Seconds beside those of a save, for the work before it and after it."""
@@ -31,39 +41,21 @@ def read_options(table: Mapping[str, Option], options: Mapping[str, str]) -> tup
     problems: list[Problem] = []
     for name, option in table.items():
         text = options.get(name, "")
-        if not text and option.needed:
-            problems.append(wrong_option(table, name, "none", option.help))
-        elif option.kind == "file":
-            values[name], wrong = read_patch(table, options, name)
-            problems += wrong
-        elif name in options:
+        if text or (name in options and option.kind != "file"):
             try:
                 values[name] = _value(name, option, text)
+                problems += [_secret(name, one) for one in secrets_in(values[name])] if name in _SHOWN else []
             except SpecError as error:
                 problems += error.problems
+        elif option.needed:
+            problems.append(wrong_option(table, name, "none", option.help))
     return values, problems
-
-
-def read_patch(
-    table: Mapping[str, Option], options: Mapping[str, str], name: str = "patch"
-) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the table in the JSON or TOML file of the option ``name``, {} without one, and the problems with it."""
-    if not options.get(name):
-        return {}, []
-    path, fix = Path(options[name]).expanduser(), f"--{name} {table[name].example}"
-    try:
-        found = (read_toml if path.suffix == ".toml" else read_json)(path, where=f"--{name}", fix=fix)
-    except SpecError as error:
-        return {}, [*error.problems]
-    if not isinstance(found, dict):
-        return {}, [wrong_option(table, name, f"{path} with {str(found)[:60]}", "a JSON object")]
-    return found, []
 
 
 def _value(name: str, option: Option, text: str) -> Any:
     fix = f"--{name} {option.example}"
     if option.kind == "count":
-        if is_count(text, option.least):
+        if text.isascii() and text.isdecimal() and len(text) <= _DIGITS and int(text) >= option.least:
             return int(text)
         raise SpecError.of(f"--{name}", repr(text), f"a whole number, {option.least} or more", fix)
     if option.kind == "time":
@@ -71,17 +63,13 @@ def _value(name: str, option: Option, text: str) -> Any:
             return math.ceil(parse_duration(text))
         except ValueError:
             raise SpecError.of(f"--{name}", repr(text), "a time such as 30m, 12h or 2d", fix) from None
+    if option.kind == "file":
+        path = Path(text).expanduser()
+        found = (read_toml if path.suffix == ".toml" else read_json)(path, where=f"--{name}", fix=fix)
+        if not isinstance(found, dict):
+            raise SpecError.of(f"--{name}", f"{path} with {str(found)[:60]}", "a JSON object", fix)
+        return found
     return text
-
-
-def is_count(text: str, least: int) -> bool:
-    """Return True if the text is a whole number, ``least`` or more."""
-    return text.isascii() and text.isdecimal() and len(text) <= _DIGITS and int(text) >= least
-
-
-def to_count(text: str) -> int:
-    """Return the whole number of a text; 0 if it is none."""
-    return int(text) if is_count(text, 0) else 0
 
 
 def wrong_option(table: Mapping[str, Option], name: str, given: str, allowed: str, fix: str = "") -> Problem:
@@ -89,23 +77,34 @@ def wrong_option(table: Mapping[str, Option], name: str, given: str, allowed: st
     return Problem(where=f"--{name}", given=given, allowed=allowed, fix=fix or f"--{name} {table[name].example}")
 
 
-def secret_names(names: Iterable[str]) -> list[str]:
-    """Return those of ``names``, of variables or options, that look like names of secrets."""
+def secrets_in(value: Any) -> list[str]:
+    """Return names of secrets whose values stand in lines of shell, or in a table for a launch.
+
+    Not of a value that is looked up: ``KEY=$(cat file)``, ``KEY=$OTHER``, or an entry with ``valueFrom``.
+    """
+    parts = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    names = [name for part in parts if not isinstance(part, str) for name in secrets_in(part)]
+    if isinstance(value, str):
+        names = [first or second for first, second in _SET.findall(value)]
+    elif isinstance(value, dict):
+        names += [name for name, text in value.items() if name.isupper() and isinstance(text, str)]
+        names += [str(value["name"])] if "name" in value and "value" in value else []
     words = {name: {*re.split("[_-]", name.upper())} for name in names}
     return [name for name, parts in words.items() if parts & _SECRET and not parts & _PLACES]
 
 
-def secrets_set(line: str) -> list[str]:
-    """Return names of secrets whose values stand in a line of shell, not ``KEY=$(cat file)`` or ``KEY=$OTHER``."""
-    return secret_names(dict.fromkeys(first or second for first, second in _SET.findall(line)))
+def _secret(option: str, name: str) -> Problem:
+    allowed = "text that all may read who may see the run: no secret"
+    fix = f"{name} from a file, this shell or a secret of the target, which the job reads itself"
+    return Problem(where=f"--{option}", given=f"{name}, named as a secret", allowed=allowed, fix=fix)
 
 
-def uneven_nodes(plan: Plan, nodes: int, each: str = "each node") -> list[Problem]:
+def uneven_nodes(plan: Plan, nodes: int) -> list[Problem]:
     """Return a problem if the processes of ``plan`` do not divide by ``nodes``."""
     if plan.processes % nodes == 0:
         return []
     given = f"{nodes}, for the {show_counted(plan.processes, 'process')} of {plan}"
-    allowed = f"a number that divides them: {each} has equally many"
+    allowed = "a number that divides them: each node has equally many"
     most = max(number for number in range(1, min(nodes, plan.processes) + 1) if plan.processes % number == 0)
     return [Problem(where="--nodes", given=given, allowed=allowed, fix=f"--nodes {most}")]
 
@@ -124,18 +123,17 @@ def too_short(run: RunSpec, limit: float | None, kept: float, said: str, most_gr
     ``limit``: seconds, ``kept`` of them to save in, ``said`` in words. ``most_grace``: longest grace of the target.
     """
     took, problems = slowest_save(run.folder), list[Problem]()
+    slow = f"; the slowest checkpoint of this run took {took:.0f} seconds" if took else ""
     if 0 < run.grace < took:
-        given = f"{run.grace:g} seconds, in which no checkpoint is whole: the slowest of this run took {took:.0f}"
-        enough = min(math.ceil(1.5 * took), most_grace)
-        fix = f"--grace {enough:g}" if enough > took else "--grace 0 --checkpoint-every 10m"
+        enough = math.ceil(1.5 * took)
+        fix = f"--grace {enough}" if enough <= most_grace else "--grace 0 --checkpoint-every 10m"
+        given = f"{run.grace:g} seconds{slow}"
         problems.append(Problem(where="--grace", given=given, allowed="more than that", fix=fix))
-    if limit is not None and limit <= max(kept, took):
-        slow = f"; the slowest checkpoint of this run took {took:.0f} seconds" if took > kept else ""
-        least = math.ceil(max(kept, 0 if run.grace else run.save_seconds, 1.5 * took + SAVE_MARGIN) / 60) + 5
-        problems.append(Problem(where="--time", given=said + slow, allowed="more than that", fix=f"--time {least}m"))
-    elif limit is not None and not run.grace and run.save_seconds >= limit:
-        given = f"{said}, with grace = 0 and a checkpoint every {run.checkpoint_every}"
-        problems.append(Problem(where="--time", given=given, allowed="more than that", fix="--grace 30"))
+    least = max(kept, took, 0 if run.grace else run.save_seconds)
+    if limit is not None and limit <= least:
+        rare = "" if run.grace else f", with grace = 0 and a checkpoint every {run.checkpoint_every}"
+        fix = f"--time {math.ceil((1.5 * least + SAVE_MARGIN) / 60) + 5}m"
+        problems.append(Problem(where="--time", given=said + slow + rare, allowed="more than that", fix=fix))
     return problems
 
 

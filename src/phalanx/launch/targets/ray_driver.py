@@ -6,12 +6,10 @@ actor or its node is lost, all are started again in another placement group, and
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -22,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import RunSpec
-from phalanx.config.run_files import CHECKPOINTS
-from phalanx.errors import PhalanxError, RefusedError, SpecError
+from phalanx.errors import PhalanxError, RefusedError, RunError, SpecError
 from phalanx.launch.addresses import LOOPBACK
-from phalanx.launch.reaper import SAVED, StopRequest, ignore_signal
+from phalanx.launch.reaper import SAVED, StopRequest, die_with, ignore_signal
 from phalanx.launch.targets.launch_folder import OUTPUT, append, last_word, run_from
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
 
@@ -33,9 +30,8 @@ LOST = -1000  # in place of an exit code: the actor is gone
 _SOON = 0.5  # seconds
 _AFTER_GRACE = 15  # seconds until an agent that was asked to stop is ended by force
 _AFTER_FAILURE = 30  # seconds for the other agents to end after one has failed
-_ANSWERS = 5  # seconds for an actor to answer
+_BEGINS = 600  # seconds for all actors to begin, with packages of the runtime environment
 _AFTER_LOSS = 3  # seconds to save for the other agents after an actor is lost
-_PR_SET_PDEATHSIG = 1  # the kernel ends a process with its parent
 
 
 def main(words: Sequence[str]) -> int:
@@ -56,10 +52,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _be_node(spec: RunSpec, runfile: Path, job: str, told: Mapping[str, Any]) -> int:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # workers do so, too
-    if os.getppid() != told["actor"]:
-        return 1
+    die_with(told["actor"])
     options = meeting_options(told["meet"], start=told["start"], rank=told["rank"])
     options["max-restarts"] = str(spec.restarts)
     place = NodePlace(name=platform.node(), nodes=told["nodes"], cores=told["cores"], options=options)
@@ -121,26 +114,22 @@ class RayDriver:
 
         ray.init(log_to_driver=False)  # before signals are caught: it has a handler of its own
         with self._stop:
-            return self._train()
-
-    def _train(self) -> int:
-        lost, starts, known = 0, 0, self._checkpoints()
-        while not self._stop.number:
-            codes = self._start(starts)
-            if LOST not in codes.values() or self._stop.number:
-                return self._end(codes)
-            starts, saved = starts + 1, self._checkpoints()
-            lost, known = (1 if saved != known else lost + 1), saved
-            gone = ", ".join(name for name, code in codes.items() if code == LOST)
-            self._say(f"lost the actor on {gone}, {lost} of {self._spec.restarts + 1} times without a new checkpoint")
-            if lost > self._spec.restarts:
-                return 1
-        return SAVED
+            for starts in range(self._spec.restarts + 1):
+                codes = self._start(starts)
+                if LOST not in codes.values() or self._stop.number:
+                    return self._end(codes)
+                gone = ", ".join(name for name, code in codes.items() if code == LOST)
+                self._say(f"lost the actor on {gone}, {starts + 1} of {self._spec.restarts + 1} times")
+            return 1
 
     def _start(self, starts: int) -> dict[str, int]:
-        """Map each node to the exit code of its agent; ``LOST`` if its actor is gone."""
+        """Map each node to the exit code of its agent; ``LOST`` if its actor is gone.
+
+        Raises:
+            RunError: actors do not begin.
+        """
         import ray
-        from ray.exceptions import RayActorError
+        from ray.exceptions import GetTimeoutError, RayActorError
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -157,7 +146,7 @@ class RayDriver:
                 here = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
                 how: Any = {"num_cpus": self._cpus, "num_gpus": self._gpus, "scheduling_strategy": here}
                 actors.append(ray.remote(RayNode).options(max_concurrency=4, **how).remote(self._words, self._cpus))
-            places: list[tuple[str, str, int]] = ray.get([actor.place.remote() for actor in actors])
+            places: list[tuple[str, str, int]] = ray.get([actor.place.remote() for actor in actors], timeout=_BEGINS)
             self._say(f"running on {', '.join(name for name, _, _ in places)}")
             _, address, port = places[0]
             meet = f"{address if self._nodes > 1 else LOOPBACK}:{port}"
@@ -165,13 +154,19 @@ class RayDriver:
             return {f"{places[number][0]} (node {number})": code for number, code in sorted(codes.items())}
         except RayActorError:
             return {"a node": LOST}
+        except GetTimeoutError:
+            what = f"Ray has not started an actor on each of {self._nodes} nodes within {_BEGINS} s"
+            raise RunError(f"{what}\n    try: ray list actors, which says why") from None
         finally:
             for actor in actors:
                 ray.kill(actor)
             remove_placement_group(group)
 
     def _follow(self, actors: Sequence[Any], told: Mapping[str, Any]) -> dict[int, int]:
-        """Have all actors train, and keep their output. Returns the exit code of each, or ``LOST``."""
+        """Have all actors train, and keep their output. Returns the exit code of each.
+
+        ``LOST`` for an actor that is gone, or does not end though another has failed.
+        """
         import ray
         from ray.exceptions import RayActorError
 
@@ -196,7 +191,7 @@ class RayDriver:
                 if said and not stopping:
                     patience = min(_AFTER_LOSS, self._spec.grace) if said == LOST else _AFTER_FAILURE
                     until = min(until, time.monotonic() + patience)
-        return {**codes, **{rank: 1 if stopping or _answers(actors[rank]) else LOST for rank in running.values()}}
+        return {**codes, **dict.fromkeys(running.values(), 1 if stopping else LOST)}
 
     def _end(self, codes: Mapping[str, int]) -> int:
         word, asked = last_word(self._spec.folder), self._stop.number
@@ -208,11 +203,6 @@ class RayDriver:
         self._say(f"torchrun's agent ended with an exit code: {bad}")
         return 1
 
-    def _checkpoints(self) -> Sequence[str]:
-        with suppress(OSError):
-            return sorted(os.listdir(self._spec.folder / CHECKPOINTS))
-        return []
-
     def _say(self, text: str) -> None:
         print(f"phalanx: {text}", flush=True)
         self._keep(f"phalanx: {text}\n".encode())
@@ -220,16 +210,6 @@ class RayDriver:
     def _keep(self, text: bytes) -> None:
         with suppress(OSError, SpecError):  # a full disk does not end the run
             append(self._output, text)
-
-
-def _answers(actor: Any) -> bool:
-    """Ask an actor that may be lost, of which Ray may not know yet."""
-    import ray
-    from ray.exceptions import RayError
-
-    with suppress(RayError):
-        return bool(ray.get(actor.place.remote(), timeout=_ANSWERS))
-    return False
 
 
 if __name__ == "__main__":

@@ -9,29 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from phalanx.config import Job, RunSpec
+from phalanx.config import RunSpec
 from phalanx.config.run_files import EVENTS
-from phalanx.errors import PhalanxError, Problem, RunError, SpecError
-from phalanx.hardware.catalog import find
-from phalanx.launch.runfile import check_folder
-from phalanx.launch.targets.aws_calls import AwsCalls, split_s3
+from phalanx.errors import MissingExtraError, PhalanxError, Problem, RunError, SpecError
 from phalanx.launch.targets.code_pack import CODE_OPTION, CodePack, folder_and_problems, job_within
 from phalanx.launch.targets.handed_over import earlier_ticket
-from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, State, append_new
-from phalanx.launch.targets.offer import Offer, misfit
+from phalanx.launch.targets.launch_folder import CODE_LIST, State, fetched_log
+from phalanx.launch.targets.offer import gpus_of_node
 from phalanx.launch.targets.option_checks import (
+    NODE_OPTIONS,
     changing_devices,
     merged,
     read_options,
-    secret_names,
     too_short,
     uneven_nodes,
     wrong_option,
@@ -47,7 +43,7 @@ OPTIONS = {
     "bucket": Option(
         help="where code, run folder and output go, s3://...", example="s3://my-bucket/phalanx", needed=True
     ),
-    "nodes": Option(help="instances, each with an equal part of the plan's processes [1]", example="2", kind="count"),
+    **NODE_OPTIONS,
     "time": Option(help="time limit, at which the run saves and stops [24h]", example="12h", kind="time"),
     "patch": Option(
         help="JSON or TOML file with more of CreateTrainingJob, merged into the request: spot capacity, disks, a VPC",
@@ -74,14 +70,20 @@ LOGS = "/aws/sagemaker/TrainingJobs"
 _CHECKPOINTS = "checkpoints"  # folder below ROOT that SageMaker copies to S3, and back
 _DAY, _VOLUME = 86_400, 100  # default seconds and GiB
 _STOP, _MARGIN = 120, 15  # seconds from SIGTERM to SIGKILL, and those of them for other work than the save
-_LONGEST_NAME = 63
 _REQUEST = "training-job.json"
 _TAIL = 1 << 18  # bytes of a run's events that are read
 _TRAINING = ("Training", "Uploading", "Stopping")  # secondary statuses of a job whose containers run
 _STATES: Mapping[str, State] = {"Completed": "ended", "Failed": "failed", "Stopped": "stopped"}
 _FORGOTTEN = ("Requested resource not found", "Could not find training job")
 _TOO_LATE = ("ValidationException",)  # of a stop after the end
-_OF_RANK = re.compile(r"\[rank (\d+)\] (.*)")  # as node_agent.py marks it
+
+
+_ANSWER = 20.0  # seconds to connect to AWS, and as many for an answer
+_FIXES = {
+    "ResourceLimitExceeded": "Service Quotas in the AWS console: the instance type 'for training job usage' (or spot)",
+    "NoSuchBucket": "aws s3 mb, once; in the region of the job",
+    "NoRegionError": "--region eu-west-1, or aws configure set region eu-west-1",
+}
 
 
 @final
@@ -95,89 +97,60 @@ class SageMakerTarget(QueueTarget):
     def prepare(self, submission: Submission) -> Prepared:
         run, region = submission.run, submission.options.get("region")
         code, asked = _request(submission)
-        there, pack = asked["HyperParameters"]["run"], CodePack.of(code, without=run.folder)
+        there, listed = asked["HyperParameters"]["run"], CodePack.of(code, without=run.folder).to_text()
         folder = Path(_CHECKPOINTS) if there.startswith("s3://") else Path("input", "data", there)
         text = replace(run, job=job_within(run.job, code), folder=folder).to_toml()
-        digests = {CODE: pack.digest, RUN: hashlib.sha256(text.encode()).hexdigest()}
-        asked["HyperParameters"] |= {f"{name}-sha256": digest for name, digest in digests.items()}
-        file = submission.folder / _REQUEST
+        asked["HyperParameters"][f"{RUN}-sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        file, request = submission.folder / _REQUEST, json.dumps(asked, indent=1) + "\n"
         words = ("aws", "sagemaker", "create-training-job", "--cli-input-json", f"file://{file}")
         return Prepared(
             submission=submission,
-            files={
-                submission.folder / CODE_LIST: pack.to_text(),
-                submission.runfile: text,
-                file: json.dumps(asked, indent=1) + "\n",
-            },
+            files={submission.folder / CODE_LIST: listed, submission.runfile: text, file: request},
             commands=(
                 ("aws", "s3", "cp", CODE, _channel(asked) + CODE),
                 ("aws", "s3", "cp", str(submission.runfile), _channel(asked) + RUN),
                 (*words, *(("--region", region) if region else ())),
             ),
+            notes=(f"HyperParameters gets {CODE}-sha256 once the code is packed",),
         )
-
-    def refuse_folder(self, run: RunSpec, job: Job) -> None:
-        """Refuse to resume without an earlier run there, or to begin anew with one."""
-        there, folder = _run_of(run.folder), run.folder
-        check_folder(replace(run, resume="auto" if there and run.resume else False), job=job)
-        if there and not run.resume:
-            allowed = "a new folder, or --resume to go on"
-            raise SpecError.of("run.folder", f"{folder}, whose run stands at {there}", allowed, "--resume")
-        if run.resume is True and not there:
-            given = f"--resume with {folder}, from which SageMaker was handed no run"
-            raise SpecError.of("run.folder", given, "the folder of an earlier launch there", "--resume auto")
-
-    def offer(self, options: Mapping[str, str]) -> Offer | None:
-        """Return the instances as EC2 describes them; ``None`` if it does not, or the catalog lacks their GPU."""
-        values, problems = read_options(OPTIONS, options)
-        if wrong := [one for one in problems if one.where == "--instance"]:
-            raise SpecError(wrong)
-        if any(one.where == "--nodes" for one in problems):
-            return None
-        instance, nodes = values["instance"], values.get("nodes", 1)
-        names = [instance.removeprefix("ml.")]
-        calls = AwsCalls(options.get("region", ""))
-        told = calls.ask("ec2", "describe_instance_types", nothing=("InvalidInstanceType",), InstanceTypes=names)
-        return _offered(told["InstanceTypes"][0], instance, nodes) if told and told["InstanceTypes"] else None
 
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
         """
         Raises:
             MissingExtraError: boto3 is not installed.
-            RunError: AWS refuses it, or the code has changed meanwhile.
+            RunError: AWS refuses it, or the code changes meanwhile.
             SpecError: no region is set.
         """
         submission = prepared.submission
-        calls = AwsCalls(submission.options.get("region", ""))
-        if not calls.region:
-            raise SpecError([wrong_option(OPTIONS, "region", "none", f"{OPTIONS['region'].help}; they say none")])
-        with suppress(RunError):  # a launch may be allowed to a user who may not ask EC2
-            offer = self.offer(submission.options)
-            if offer and (problem := misfit(submission.run.plan, offer)):
-                raise SpecError([problem])
+        calls, code = _calls(submission), _request(submission)[0]
         asked = json.loads(prepared.files[submission.folder / _REQUEST])
-        with prepared.written(), _sent(calls, submission, asked):
-            calls.ask("sagemaker", "create_training_job", **asked)
-        return {"job": asked["TrainingJobName"], "region": calls.region, "run": asked["HyperParameters"]["run"]}
+        name, begun = asked["TrainingJobName"], list[str]()
+        with prepared.written(), tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:
+            path = Path(folder) / CODE
+            asked["HyperParameters"][f"{CODE}-sha256"] = CodePack.of(code, without=submission.run.folder).write(path)
+            try:
+                for file in (path, submission.runfile):
+                    begun.append(f"{_channel(asked)}{file.name}")
+                    with file.open("rb") as body:
+                        calls.ask("s3", "put_object", Body=body, **split_s3(begun[-1]))
+                calls.ask("sagemaker", "create_training_job", **asked)
+            except BaseException as error:
+                if not isinstance(error, PhalanxError):  # SageMaker may have taken it
+                    with suppress(RunError):
+                        calls.ask("sagemaker", "stop_training_job", nothing=_TOO_LATE, TrainingJobName=name)
+                for uri in begun:
+                    with suppress(RunError):
+                        calls.ask("s3", "delete_object", **split_s3(uri))
+                raise
+        return {"job": name, "region": calls.region, "run": asked["HyperParameters"]["run"]}
 
     def image(self, options: Mapping[str, str]) -> str:
         return options.get("image", "that --image names")
 
-    def why_not(self, prepared: Prepared, patience: float = 60.0) -> str | None:
-        """Return why AWS cannot be asked, or has no such bucket; SageMaker has no dry run for more."""
-        options = prepared.submission.options
-        try:
-            calls = AwsCalls(options.get("region", ""))
-            if not calls.region:
-                return "no region is set up: --region, or aws configure set region"
-            calls.ask("sts", "get_caller_identity")
-            bucket = split_s3(options["bucket"])["Bucket"]
-            with suppress(RunError):  # a launch may be allowed to a user who may not ask for the bucket
-                if calls.ask("s3", "head_bucket", nothing=("(404)",), Bucket=bucket) is None:
-                    return f"there is no bucket {bucket}"
-        except PhalanxError as error:
-            return str(error).partition("\n")[0]
-        return None
+    def try_out(self, prepared: Prepared, patience: float) -> bool:
+        """Ask if AWS answers; SageMaker has no dry run for more."""
+        _calls(prepared.submission).ask("sts", "get_caller_identity")
+        return False
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
         calls = AwsCalls(ticket["region"])
@@ -195,13 +168,22 @@ class SageMakerTarget(QueueTarget):
 
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
         """Fetch the output from CloudWatch into one file, or that of a rank into its own."""
-        job, lines = ticket["job"], _printed(AwsCalls(ticket["region"]), ticket["job"])
-        if rank is not None:
-            found = (_OF_RANK.fullmatch(line) for line in lines)
-            lines = [one[2] for one in found if one and int(one[1]) == rank]
-        path = folder / FOLDER / (f"{job}.log" if rank is None else f"{job}.rank-{rank}.log")
-        append_new(path, lines)
-        return path
+        calls, job = AwsCalls(ticket["region"]), ticket["job"]
+        asked, events = {"logGroupName": LOGS, "logStreamNamePrefix": f"{job}/"}, list[Mapping[str, Any]]()
+        while told := calls.ask("logs", "filter_log_events", nothing=("ResourceNotFoundException",), **asked):
+            events += told["events"]
+            if not told.get("nextToken"):
+                break
+            asked["nextToken"] = told["nextToken"]
+        events.sort(key=lambda event: event["timestamp"])  # stable, so that each container's stay in order
+        return fetched_log(folder, job, [event["message"].rstrip("\n") for event in events], rank)
+
+
+def _calls(submission: Submission) -> AwsCalls:
+    calls = AwsCalls(submission.options.get("region", ""))
+    if not calls.region:
+        raise SpecError([wrong_option(OPTIONS, "region", "none", f"{OPTIONS['region'].help}; they say none")])
+    return calls
 
 
 def _request(submission: Submission) -> tuple[Path, dict[str, Any]]:
@@ -213,31 +195,27 @@ def _request(submission: Submission) -> tuple[Path, dict[str, Any]]:
     run, options = submission.run, submission.options
     code, problems = folder_and_problems(run.job, options.get("code"))
     values, wrong = read_options(OPTIONS, options)
-    problems += wrong
+    problems += [*wrong, *changing_devices(run, "SageMaker")]
     if not options.get("bucket", "s3://").startswith("s3://"):
         problems.append(wrong_option(OPTIONS, "bucket", repr(options["bucket"]), OPTIONS["bucket"].help))
-    problems += changing_devices(run, "SageMaker")
     if run.grace > _STOP - _MARGIN:
         given = f"{run.grace:g} on SageMaker, which ends a container {_STOP} seconds after it has asked"
         fix = f"--grace {_STOP - _MARGIN}"
         problems.append(Problem(where="--grace", given=given, allowed=f"at most {_STOP - _MARGIN}", fix=fix))
-    end = f"-{submission.token}"
-    head = re.sub(r"[^a-zA-Z0-9]+", "-", submission.name).strip("-")[: _LONGEST_NAME - len(end)].strip("-")
-    name = f"{head or 'job'}{end}"
+    name = submission.job_name
     base = f"{values.get('bucket', '').rstrip('/')}/{name}"
     asked = merged(_own_request(submission, values, name, base), values.get("patch", {}))
     try:
         limit, nodes = int(asked["StoppingCondition"]["MaxRuntimeInSeconds"]), asked["ResourceConfig"]["InstanceCount"]
-        channels, variables = [one["ChannelName"] for one in asked["InputDataConfig"]], [*asked.get("Environment", {})]
-        problems += uneven_nodes(run.plan, nodes, "each")
+        shared = SHARED_CHANNEL in [one["ChannelName"] for one in asked["InputDataConfig"]]
+        problems += [*uneven_nodes(run.plan, nodes), *gpus_of_node(run.plan, nodes, values.get("gpus-per-node"))[1]]
     except (KeyError, TypeError, ValueError):
         given = f"{options['patch']}, with parts of another form"
         raise SpecError([wrong_option(OPTIONS, "patch", given, "what CreateTrainingJob takes")]) from None
     said = f"{options.get('time', f'{limit} seconds')}, of which the last {_STOP} seconds are kept to save"
-    problems += [*too_short(run, limit, _STOP, said, _STOP - _MARGIN), *map(_secret, secret_names(variables))]
+    problems += too_short(run, limit, _STOP, said, _STOP - _MARGIN)
     if problems:
         raise SpecError(problems)
-    shared = SHARED_CHANNEL in channels
     there = _run_of(run.folder) or (f"{SHARED_CHANNEL}/{name}" if shared else f"{base}/run")
     _check_place(run, there, nodes, shared=shared)
     if not shared:
@@ -269,12 +247,6 @@ def _own_request(submission: Submission, values: Mapping[str, Any], name: str, b
     }
 
 
-def _secret(name: str) -> Problem:
-    fix = "AWS Secrets Manager: boto3.client('secretsmanager').get_secret_value(...) in the job"
-    allowed = "text that all may read who may describe the job; a secret the job reads itself, by its role"
-    return wrong_option(OPTIONS, "patch", f"Environment with {name}, a secret by its name", allowed, fix)
-
-
 def _check_place(run: RunSpec, there: str, nodes: int, *, shared: bool) -> None:
     """Refuse a run folder that not all instances have, or that has moved."""
     allowed = f"a --patch with a channel {SHARED_CHANNEL} of InputDataConfig on FSx or EFS, and VpcConfig"
@@ -301,31 +273,6 @@ def _run_of(folder: Path) -> str:
     return (earlier_ticket(folder, SageMakerTarget.name) or {"run": ""})["run"]
 
 
-def _offered(told: Mapping[str, Any], instance: str, nodes: int) -> Offer | None:
-    cores, memory = told["VCpuInfo"]["DefaultVCpus"], told["MemoryInfo"]["SizeInMiB"] * 2**20
-    gpus = told.get("GpuInfo", {}).get("Gpus", [])
-    others = [one for one in gpus if one.get("Manufacturer") != "NVIDIA"]
-    if others or "NeuronInfo" in told or "InferenceAcceleratorInfo" in told:
-        given, allowed = f"{instance}, whose devices are no GPUs of NVIDIA", "a type with GPUs of NVIDIA, or none"
-        raise SpecError([wrong_option(OPTIONS, "instance", given, allowed)])
-    if not gpus:
-        return Offer(nodes=nodes, devices=1, cores=cores, memory=memory, by=instance)
-    size = round(gpus[0].get("MemoryInfo", {}).get("SizeInMiB", 0) / 1024)
-    kind = find(f"{gpus[0]['Name']}-{size}GB") or find(gpus[0]["Name"])
-    return Offer(nodes=nodes, devices=gpus[0]["Count"], device=kind.device.name, by=instance) if kind else None
-
-
-def _printed(calls: AwsCalls, job: str) -> list[str]:
-    """Return all lines of a job's containers by their time; stable, so that each container's stay in order."""
-    asked = {"logGroupName": LOGS, "logStreamNamePrefix": f"{job}/"}
-    names = [one["logStreamName"] for one in calls.pages("logs", "describe_log_streams", "logStreams", **asked)]
-    lines: list[tuple[int, str]] = []
-    for name in names:
-        events = calls.pages("logs", "filter_log_events", "events", logGroupName=LOGS, logStreamNames=[name])
-        lines += [(event["timestamp"], event["message"].rstrip("\n")) for event in events]
-    return [text for _, text in sorted(lines, key=lambda line: line[0])]
-
-
 def _last_events(calls: AwsCalls, run: object) -> list[Mapping[str, Any]]:
     """Return the last events of a run folder in S3; none if it is elsewhere, or may not be read."""
     found: list[Mapping[str, Any]] = []
@@ -341,28 +288,51 @@ def _last_events(calls: AwsCalls, run: object) -> list[Mapping[str, Any]]:
     return found
 
 
-@contextmanager
-def _sent(calls: AwsCalls, submission: Submission, asked: Mapping[str, Any]) -> Iterator[None]:
-    """Copy the code and the run file to S3; remove them, and stop the job, if the block raises."""
-    code, begun = _request(submission)[0], list[str]()
-    try:
-        with tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:
-            path = Path(folder) / CODE
-            digest = CodePack.of(code, without=submission.run.folder).write(path)
-            if digest != asked["HyperParameters"][f"{CODE}-sha256"]:
-                what = f"{code} changed while it was handed over"
-                raise RunError(f"{what}\n    try: once more, when nothing writes there")
-            for file in (path, submission.runfile):
-                begun.append(f"{_channel(asked)}{file.name}")
-                with file.open("rb") as body:
-                    calls.ask("s3", "put_object", Body=body, **split_s3(begun[-1]))
-        yield
-    except BaseException as error:
-        if not isinstance(error, PhalanxError):  # SageMaker may have taken it
-            with suppress(RunError):
-                name = asked["TrainingJobName"]
-                calls.ask("sagemaker", "stop_training_job", nothing=_TOO_LATE, TrainingJobName=name)
-        for uri in begun:
-            with suppress(RunError):
-                calls.ask("s3", "delete_object", **split_s3(uri))
-        raise
+@final
+class AwsCalls:
+    """Calls in one region, with the credentials of this machine."""
+
+    def __init__(self, region: str = "") -> None:
+        """``region``: "" for that of the AWS settings.
+
+        Raises:
+            MissingExtraError: boto3 is not installed.
+        """
+        try:
+            import boto3
+        except ImportError:
+            raise MissingExtraError("boto3", "sagemaker") from None
+        self._session = boto3.Session(region_name=region or None)
+        self.region = self._session.region_name or ""
+
+    def ask(self, service: str, operation: str, *, nothing: Sequence[str] = (), **given: Any) -> dict[str, Any] | None:
+        """Return the answer of ``operation`` of ``service``; ``None`` for an error with a text of ``nothing``.
+
+        Raises:
+            RunError: AWS refuses it, or does not answer.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return getattr(self._client(service), operation)(**given)
+        except ClientError as error:
+            if any(words in str(error) for words in nothing):
+                return None
+            told = error.response.get("Error", {})
+            code, said = str(told.get("Code", "")), str(told.get("Message", error))
+        except BotoCoreError as error:
+            code, said = type(error).__name__, str(error)
+        fix = _FIXES.get(code, "aws sts get-caller-identity, and what that identity may do; aws sso login")
+        raise RunError(f"AWS refuses it: {code}: {(said.splitlines() or [''])[0]}\n    try: {fix}")
+
+    def _client(self, service: str) -> Any:
+        from botocore.config import Config
+
+        config = Config(connect_timeout=_ANSWER, read_timeout=_ANSWER, retries={"total_max_attempts": 2})
+        return self._session.client(service, config=config)  # pyrefly: ignore[no-matching-overload]
+
+
+def split_s3(uri: str) -> dict[str, str]:
+    """Return bucket and key of ``s3://bucket/a/key`` as arguments of S3's operations."""
+    bucket, _, key = uri.removeprefix("s3://").partition("/")
+    return {"Bucket": bucket, "Key": key}

@@ -26,9 +26,6 @@ def main(runfile: Path, meeting: str) -> int:
     meets = meeting_options(meeting, start=start, rank=int(os.environ["SLURM_PROCID"]))  # one task a node
     workers, cores = spec.plan.processes // nodes, os.environ.get("SLURM_CPUS_ON_NODE", "")
     count = int(cores) if cores.isdecimal() else workers
-    if count < workers:
-        fix = f"--sbatch '--cpus-per-task={workers}' gives each its own"
-        print(f"{name}: {count} cores for {workers} workers: {fix}", file=sys.stderr)
     place = NodePlace(name=name, nodes=nodes, cores=count, options={"max-restarts": str(spec.restarts), **meets})
     return be_agent(spec, place, worker_words(runfile, runfile.parent, marked=False))
 

@@ -24,15 +24,14 @@ from typing import Any, ClassVar, Literal, Self
 
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run_files import RUN_TOML
-from phalanx.errors import RunError, SpecError
+from phalanx.errors import PhalanxError, RunError, SpecError
 from phalanx.files import replace_text
 from phalanx.files.single_writer import is_running
 from phalanx.launch.check import TargetHost
 from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, LAST_WORDS, State, attached_log, last_word
 from phalanx.launch.targets.offer import Offer
 
-_SHOWN = 10  # files of a job's code in a dry run
-_WARNS = re.compile(r"(^|: )warning:", re.IGNORECASE)
+_SHOWN = 12  # lines of the list of a job's code in a dry run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +102,12 @@ class Submission:
         return replace(self, run=replace(self.run, plan=plan))
 
     @property
+    def job_name(self) -> str:
+        """Name of this launch's job, as every engine takes it: a letter, and 50 letters, digits and dashes."""
+        stem = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        return f"{(stem if stem[:1].isalpha() else f'run-{stem}')[:28].strip('-')}-{self.token}"
+
+    @property
     def folder(self) -> Path:
         """Folder of this launch's files."""
         return self.run.folder / FOLDER
@@ -151,8 +156,12 @@ class Prepared:
             raise
 
     def shown(self) -> str:
-        """Return files, commands and notes as text; of a code list the largest files."""
-        parts = [f"# {path}\n{_largest(path, text.rstrip())}\n" for path, text in self.files.items()]
+        """Return files, commands and notes as text; of a code list its begin, with the largest files."""
+        lines = {path: text.rstrip().split("\n") for path, text in self.files.items()}
+        for path, listed in lines.items():
+            if path.name == CODE_LIST and len(listed) > _SHOWN:
+                listed[_SHOWN:] = [f"and {len(listed) - _SHOWN:,} more: {path.name} will list all"]
+        parts = ["\n".join([f"# {path}", *listed, ""]) for path, listed in lines.items()]
         commands = [f"$ {shlex.join(words)}" for words in self.commands]
         return "\n".join([*parts, *commands, *(f"note: {note}" for note in self.notes)])
 
@@ -160,14 +169,6 @@ class Prepared:
         """Return the same as JSON."""
         files = {str(path): text for path, text in self.files.items()}
         return {"files": files, "commands": [list(words) for words in self.commands], "notes": list(self.notes)}
-
-
-def _largest(path: Path, text: str) -> str:
-    head, *lists = text.split("\n\n") if path.name == CODE_LIST else [text]
-    if lists and len(files := lists[0].splitlines()) > _SHOWN:
-        largest = sorted(files, reverse=True)[:_SHOWN]  # each line begins with the size, all as wide
-        lists[0] = "\n".join([*largest, f"and {len(files) - _SHOWN:,} smaller ones: {path.name} will list all"])
-    return "\n\n".join([head, *lists])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,14 +215,12 @@ class Target(ABC):
         """
 
     def offer(self, options: Mapping[str, str]) -> Offer | None:
-        """Return the machines for a run with ``options`` and no plan; ``None`` if they are not known.
+        """Return the GPUs for a run with ``options`` and no plan; ``None`` if they are not known.
 
         Raises:
-            MissingExtraError: a package is missing.
-            RunError: the engine does not answer.
             SpecError: an option is wrong.
         """
-        return None
+        return Offer.from_options(options)
 
     @abstractmethod
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
@@ -306,19 +305,37 @@ class QueueTarget(Target):
     def refuse_folder(self, run: RunSpec, job: Job) -> None:
         """Refuse the folder of ``run`` if the run cannot begin or resume in it.
 
+        A run whose folder is elsewhere has only its ticket here.
+
         Raises:
             SpecError: it cannot.
         """
         from phalanx.launch.runfile import check_folder
+        from phalanx.launch.targets.handed_over import earlier_ticket
 
-        check_folder(run, job=job)
+        elsewhere = earlier_ticket(run.folder, self.name) is not None and not (run.folder / RUN_TOML).exists()
+        if elsewhere and not run.resume and self.image({}):  # as machines of an image have other folders
+            given, allowed = f"{run.folder}, whose run {self.name} has", "a new folder, or --resume to go on"
+            raise SpecError.of("run.folder", given, allowed, "--resume")
+        check_folder(replace(run, resume="auto") if elsewhere else run, job=job)
+
+    def try_out(self, prepared: Prepared, patience: float) -> bool:
+        """Ask the target if it would take the run. Returns False if it cannot be asked.
+
+        Raises:
+            PhalanxError: it would not.
+        """
+        return False
 
     def why_not(self, prepared: Prepared, patience: float = 60.0) -> str | None:
         """Return why the target would refuse the run, "" if it would not, ``None`` if it cannot be asked.
 
         ``patience``: seconds for the answer.
         """
-        return None
+        try:
+            return "" if self.try_out(prepared, patience) else None
+        except PhalanxError as error:
+            return "; ".join(str(error).partition("\n    try: ")[0].splitlines())
 
     def image(self, options: Mapping[str, str]) -> str:
         """Return the container image of a run; "" if its machines have the packages and paths of this one."""
@@ -330,9 +347,3 @@ def _began(pid: int) -> str:
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
-
-
-def own_words(error: RunError) -> str:
-    """Return an engine's refusal in one line, without warnings unless there is nothing else."""
-    lines = [line.strip() for line in str(error).partition("\n    try: ")[0].splitlines() if line.strip()]
-    return "; ".join([line for line in lines if not _WARNS.search(line)] or lines)
