@@ -12,7 +12,7 @@ import pytest
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.code_files import digest_of
 from phalanx.launch.targets import code_pack
-from phalanx.launch.targets.code_pack import CodePack, folder_and_problems, job_within, unpack
+from phalanx.launch.targets.code_pack import CodePack, check_digest, folder_and_problems, job_within, unpack
 from phalanx.launch.targets.hosts_file import HostsFile
 
 
@@ -29,7 +29,7 @@ def test_the_same_files_are_the_same_bytes(tmp_path: Path) -> None:
     assert written[0] == written[1] == digest_of(tmp_path / "a.tar.gz")
     (tmp_path / "a" / "run.sh").write_text("3")
     assert CodePack.of(tmp_path / "a", without=tmp_path / "run").write(tmp_path / "a.tar.gz") != written[0]
-    unpack(tmp_path / "b.tar.gz", written[0], tmp_path / "out")
+    unpack(tmp_path / "b.tar.gz", tmp_path / "out")
     assert (tmp_path / "out" / "deep" / "one.py").read_text() == "1"
     assert os.access(tmp_path / "out" / "run.sh", os.X_OK)
 
@@ -66,12 +66,12 @@ def test_what_is_too_large_is_refused_by_name(tmp_path: Path, monkeypatch: pytes
         CodePack.of(tmp_path, without=tmp_path / "run")
 
 
-def test_what_is_not_what_was_packed_is_not_unpacked(tmp_path: Path) -> None:
+def test_what_is_not_what_was_sent_is_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "code.tar.gz", "w:gz"):
         pass
-    with pytest.raises(RunError, match="is not what was packed"):
-        unpack(tmp_path / "code.tar.gz", "0" * 64, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    check_digest(tmp_path / "code.tar.gz", digest_of(tmp_path / "code.tar.gz"))
+    with pytest.raises(RunError, match="is not what was sent"):
+        check_digest(tmp_path / "code.tar.gz", "0" * 64)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_nothing_but_files_inside_is_unpacked(name: str, tmp_path: Path) -> None
             entry.type, entry.linkname = tarfile.SYMTYPE, "/etc"
         opened.addfile(entry)
     with pytest.raises(RunError, match="cannot be unpacked"):
-        unpack(archive, digest_of(archive), tmp_path / "in" / "out")
+        unpack(archive, tmp_path / "in" / "out")
     assert not any(path.name in ("outside", "link") for path in tmp_path.rglob("*"))
 
 

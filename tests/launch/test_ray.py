@@ -21,13 +21,10 @@ from launched import submission, until, write_job
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets import ray as ray_target
 from phalanx.launch.targets.ray import RayTarget
 from phalanx.launch.targets.ray_driver import LOST, RayDriver, RayNode, main
 from phalanx.launch.targets.target import Prepared
 
-CPUS = [(f"n{number}", {"CPU": 4.0}) for number in range(3)]
-GPUS = [("head", {"CPU": 2.0}), *((f"g{number}", {"CPU": 64.0, "GPU": 8.0}) for number in range(2))]
 if find_spec("ray"):  # before any test: it sets variables of its own
     import ray.job_submission
 
@@ -66,20 +63,6 @@ def test_each_node_has_what_its_workers_need(tmp_path: Path) -> None:
         ("dp=3 server=1", {"nodes": "2"}, "2 2 2"),
     ]:
         assert " ".join(prepared(tmp_path, plan=plan, **options).commands[0][-3:]) == layout, plan
-
-
-def test_a_plan_without_room_is_refused_with_what_nodes_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for plan, there, fits in [
-        ("dp=4 device=cpu", CPUS, True),
-        ("dp=5 device=cpu", CPUS, False),
-        ("dp=2", CPUS, False),
-        ("fsdp=8", GPUS, True),
-        ("dp=2", [], False),
-    ]:
-        monkeypatch.setattr(ray_target, "_nodes", lambda address, there=there: there)
-        said = RayTarget("").why_not(prepared(tmp_path, plan=plan))
-        assert (said == "") is fits, plan
-        assert fits or "room for it: " + ("n0 has 4 CPUs, 0 GPUs" if there else "there is none") in (said or "")
 
 
 def test_ray_alone_is_the_cluster_of_rays_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +109,6 @@ class Dashboard(BaseHTTPRequestHandler):
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(Dashboard, "asked", [])
     monkeypatch.setattr(Dashboard, "answers", {})
-    monkeypatch.setattr(ray_target, "_nodes", lambda address: CPUS)
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # which Ray itself would take before any other
     server = ThreadingHTTPServer(("127.0.0.1", 0), Dashboard)
     thread = threading.Thread(target=server.serve_forever)
@@ -197,6 +179,10 @@ class TestDashboard:
             nowhere = f"http://127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(RunError, match=f"no Ray dashboard answers at {nowhere}"):
             RayTarget(nowhere).submit(prepared(tmp_path, nowhere))
+        assert f"no Ray dashboard answers at {nowhere}" in (
+            RayTarget(nowhere).why_not(prepared(tmp_path, nowhere)) or ""
+        )
+        assert RayTarget(address).why_not(prepared(tmp_path, address)) == ""
         Dashboard.answers["GET /api"] = (200, {})
         with pytest.raises(RunError, match=f"Ray at {address} refuses: 'ray_version'"):
             RayTarget(address).stop({"job": "x", "address": address}, tmp_path)

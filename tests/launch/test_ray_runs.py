@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 from clusters import RayCluster, lacking_for_ray, ray_cluster
-from launched import await_steps, by_hand, commands_end, phalanx, steps_in, submission, until, write_job  # noqa: F401
+from launched import await_steps, by_hand, commands_end, phalanx, steps_in, until, write_job  # noqa: F401
 
 import phalanx as px
-from phalanx.errors import RefusedError, RunError
+from phalanx.errors import RunError
 from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets.ray import RayTarget
 from phalanx.report.run_standing import run_standing, stop_run
 from phalanx.report.samples_seen import samples_seen
 
@@ -152,16 +151,13 @@ def test_by_the_commands_of_the_page_a_run_is_found_stopped_and_goes_on(cluster:
     assert not cluster.processes(word=str(run))
 
 
-def test_a_plan_that_the_cluster_has_no_devices_for_is_refused_before_anything_is_started(
-    cluster: RayCluster, tmp_path: Path
-) -> None:
-    write_job(tmp_path)
-    given, target = submission("ray", tmp_path, "dp=16", gpus_per_node="0"), RayTarget(cluster.address)
-    with pytest.raises(RefusedError, match=r"16 CPUs and 0 GPUs; allowed: nodes with room for it: .* 4 CPUs, "):
-        target.submit(target.prepare(given))
-    assert not given.run.folder.exists()
-    assert "16 CPUs" in (target.why_not(target.prepare(given)) or "")
-    assert target.why_not(target.prepare(submission("ray", tmp_path, gpus_per_node="0"))) == ""
+def test_a_plan_that_the_cluster_has_no_room_for_waits_and_is_stopped(cluster: RayCluster, tmp_path: Path) -> None:
+    run = launch(cluster, tmp_path, plan="dp=16")
+    until(lambda: "for room on 1 nodes: 16 CPUs" in run_standing(run).detail, 120, "its driver waits")
+    assert run_standing(run).state == "waiting"
+    stop_run(run)
+    await_state(run, "stopped")
+    until(lambda: not cluster.processes(word=str(run)), 60, "no driver is left")
 
 
 def test_inside_ray_train_a_loop_of_ones_own_reports_the_loss_of_the_global_batch(

@@ -256,7 +256,7 @@ class TestBeforeWorkers:
         for name in ("code.tar.gz", "run.toml"):
             (root / "input" / "data" / "code" / name).write_bytes(b"another")
         assert main(root) == 3
-        assert "is not what was packed" in (root / "output" / "failure").read_text()
+        assert "is not what was sent" in (root / "output" / "failure").read_text()
         assert not (root / "phalanx" / "code").exists()
 
     def test_a_signal_ends_it_whatever_it_interrupts(self) -> None:

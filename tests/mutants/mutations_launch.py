@@ -179,11 +179,11 @@ LAUNCH = (
         (f"test {CODE} no_link",),
     ),
     Mutation(
-        "code: what is not what was packed is unpacked",
+        "code: what is not what was sent is unpacked",
         f"{TARGETS}/code_pack.py",
-        "if (found := digest_of(archive)) != digest:",
-        "if (found := digest_of(archive)) == '':",
-        (f"test {CODE} not_what_was_packed_is_not_unpacked",),
+        "if (found := digest_of(path)) != digest:",
+        "if (found := digest_of(path)) == '':",
+        (f"test {CODE} not_what_was_sent",),
     ),
     Mutation(
         "hosts: a file of the job that is another on few hosts is not named",

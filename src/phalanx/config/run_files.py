@@ -108,7 +108,7 @@ LAUNCH_FILES: Mapping[str, str] = {
     "kubernetes.json": "on Kubernetes: the objects",
     "asked-to-stop": "on Kubernetes: the name of the run that was asked to stop",
     "training-job.json": "on SageMaker: the request",
-    "code.txt": "on SageMaker: the files of the job's code that are sent",
+    "code.txt": "on SageMaker: number and size of the files of the job's code, and the largest",
     "output.log": "by SSH and on Ray: what all workers print",
     "rank-*.log": "what one rank prints: one file a rank",
     "*-*.log": "on SageMaker and Kubernetes: what all workers print, or one rank, as far as it was fetched",

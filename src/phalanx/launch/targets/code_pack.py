@@ -29,6 +29,7 @@ CODE_OPTION = Option(help="folder that is packed; that of the job's file where n
 """``--code`` of every target that packs code."""
 
 IGNORE_FILE = ".phalanxignore"
+_SHOWN = 20  # files in a list
 LARGEST = 1 << 30  # bytes of all files together
 NEVER_CODE = (
     *(".git/", ".hg/", ".venv/", "venv/", "__pycache__/", ".ipynb_checkpoints/", "node_modules/", "*.pyc"),
@@ -101,9 +102,10 @@ class CodePack:
         return digest_of(path)
 
     def to_text(self) -> str:
-        """Return the list of files as text, the largest first."""
-        lines = [self.headline, ""]
-        lines += [f"{size:>12,}  {path}" for path, size in sorted(self.files.items(), key=lambda one: -one[1])]
+        """Return the largest files and all links as text."""
+        largest = sorted(self.files.items(), key=lambda one: -one[1])[:_SHOWN]
+        lines = [self.headline, "", *(f"{size:>12,}  {path}" for path, size in largest)]
+        lines += [f"and {len(self.files) - _SHOWN:,} smaller ones"] if len(self.files) > _SHOWN else []
         lines += ["", "left out, being no files but links or the like:", *self.links] if self.links else []
         return "\n".join(lines) + "\n"
 
@@ -141,17 +143,22 @@ def job_within(job: str, folder: Path) -> str:
     return text
 
 
-def unpack(archive: Path, digest: str, folder: Path) -> None:
-    """Unpack ``archive`` into the new ``folder``, if its SHA-256 is ``digest``.
+def check_digest(path: Path, digest: str) -> None:
+    """
+    Raises:
+        RunError: the file's SHA-256 is not ``digest``.
+    """
+    if (found := digest_of(path)) != digest:
+        what = f"{path} is not what was sent: its SHA-256 is {found}, not {digest}"
+        raise RunError(f"{what}\n    try: phalanx launch once more; and look for others who write there")
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack ``archive`` into the new ``folder``.
 
     Raises:
-        RunError: it is not, or the archive cannot be unpacked.
+        RunError: it cannot be unpacked.
     """
-    if (found := digest_of(archive)) != digest:
-        raise RunError(
-            f"{archive} is not what was packed: its SHA-256 is {found}, not {digest}\n"
-            "    try: phalanx launch once more; and look for others who write there"
-        )
     try:
         with tarfile.open(archive, "r:gz") as pack:
             pack.extractall(folder, filter="data")  # no links to the outside, and nothing outside

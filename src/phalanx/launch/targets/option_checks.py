@@ -143,15 +143,11 @@ def merged(made: Any, patch: Any) -> Any:
     Objects are merged by key; lists are joined, but objects of one ``name`` are merged; else the patch's value holds.
     """
     if isinstance(made, dict) and isinstance(patch, dict):
-        return {**made, **{key: merged(made[key], value) if key in made else value for key, value in patch.items()}}
+        return {**made, **{key: merged(made.get(key), value) for key, value in patch.items()}}
     if not (isinstance(made, list) and isinstance(patch, list)):
         return patch
-    found = list(made)
-    names = [one.get("name") if isinstance(one, dict) else None for one in made]
-    for value in patch:
-        name = value.get("name") if isinstance(value, dict) else None
-        if name is not None and name in names:
-            found[names.index(name)] = merged(found[names.index(name)], value)
-        else:
-            found.append(value)
-    return found
+    found = dict[Any, Any]()
+    for number, one in enumerate([*made, *patch]):
+        name = one.get("name", number) if isinstance(one, dict) else number
+        found[name] = merged(found.get(name), one)
+    return [*found.values()]

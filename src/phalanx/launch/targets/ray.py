@@ -18,11 +18,11 @@ from typing import Any, ClassVar, final
 from unittest.mock import patch
 
 from phalanx.config.run_files import EVENTS
-from phalanx.errors import MissingExtraError, PhalanxError, RefusedError, RunError, SpecError
+from phalanx.errors import MissingExtraError, PhalanxError, RunError, SpecError
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets.code_pack import CODE_OPTION, NEVER_CODE, folder_and_problems, ignored_lines, job_within
-from phalanx.launch.targets.launch_folder import LAST_WORDS, State, attached_log, last_word
+from phalanx.launch.targets.launch_folder import LAST_WORDS, State, last_word
 from phalanx.launch.targets.offer import gpus_of_node
 from phalanx.launch.targets.option_checks import (
     NODE_OPTIONS,
@@ -84,10 +84,8 @@ class RayTarget(QueueTarget):
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
         """
         Raises:
-            RefusedError: the cluster has too few devices.
             RunError: Ray does not answer, or refuses.
         """
-        self.try_out(prepared, _TIMEOUT[1])
         job = _ray_job(prepared.submission)
         values, _ = read_options(OPTIONS, prepared.submission.options)
         job["runtime_env"] = merged(job["runtime_env"], values.get("runtime-env", {}))
@@ -101,16 +99,9 @@ class RayTarget(QueueTarget):
         return {"job": job["submission_id"], "address": self.address}
 
     def try_out(self, prepared: Prepared, patience: float) -> bool:
-        nodes, cpus, gpus = _layout(prepared.submission)[0]
-        there = _nodes(self.address)
-        if sum(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for _, node in there) < nodes:
-            given = f"{prepared.submission.run.plan}, which needs {nodes} x {cpus} CPUs and {gpus} GPUs"
-            has = (f"{name} has {node.get('CPU', 0):g} CPUs, {node.get('GPU', 0):g} GPUs" for name, node in there)
-            allowed = f"nodes with room for it: {'; '.join(has) or 'there is none'}"
-            raise RefusedError.of(
-                "--plan", given, allowed, "--gpus-per-node 0 without GPUs, --nodes, or a smaller plan"
-            )
-        return True
+        """Ask if a dashboard answers: a run that needs more than the cluster has waits, perhaps for an autoscaler."""
+        with _client(self.address):
+            return True
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
         try:
@@ -133,9 +124,6 @@ class RayTarget(QueueTarget):
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
         with _client(ticket["address"]) as client:
             client.stop_job(ticket["job"])
-
-    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        return attached_log(folder, rank)
 
 
 def _layout(submission: Submission) -> tuple[tuple[int, int, int], Path]:
@@ -195,12 +183,3 @@ def _client(address: str) -> Iterator[Any]:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         what = f"no Ray dashboard answers at {address}" if isinstance(error, OSError) else f"Ray at {address} refuses"
         raise RunError(f"{what}: {first}\n    try: curl {address}/api/version, of the dashboard") from None
-
-
-def _nodes(address: str) -> list[tuple[str, Mapping[str, float]]]:
-    """Return name and resources of the cluster's nodes that are up."""
-    with _client(address):
-        from ray.util.state import list_nodes
-
-        found: Any = list_nodes(address, limit=10_000, timeout=round(_TIMEOUT[1]))
-        return [(node["node_name"], node["resources_total"] or {}) for node in found if node["state"] == "ALIVE"]

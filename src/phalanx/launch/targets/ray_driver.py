@@ -134,7 +134,8 @@ class RayDriver:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         again = f", after {starts} earlier starts" if starts else ""
-        self._say(f"waiting for room on {self._nodes} nodes: {self._cpus} CPUs, {self._gpus} GPUs of each{again}")
+        each = f"{self._cpus} CPUs, {self._gpus} GPUs of each"
+        self._say(f"waiting for room on {self._nodes} nodes: {each}, of which ray status says what there is{again}")
         bundle = {"CPU": float(self._cpus), **({"GPU": float(self._gpus)} if self._gpus else {})}
         group = placement_group([bundle] * self._nodes, strategy="STRICT_SPREAD" if self._nodes > 1 else "PACK")
         actors = list[Any]()

@@ -250,18 +250,15 @@ def _own_request(submission: Submission, values: Mapping[str, Any], name: str, b
 def _check_place(run: RunSpec, there: str, nodes: int, *, shared: bool) -> None:
     """Refuse a run folder that not all instances have, or that has moved."""
     allowed = f"a --patch with a channel {SHARED_CHANNEL} of InputDataConfig on FSx or EFS, and VpcConfig"
-    where, given, fix = "", "", "--patch shared.json, as the how-to page has it"
+    fix = "--patch shared.json, as the how-to page has it"
     if not shared and nodes > 1:
-        where, given = "--nodes", f"{nodes}, without a file system for the run folder that all share"
-    elif not shared and run.plan.server:
-        where = "--plan"
+        raise SpecError.of("--nodes", f"{nodes}, without a file system for the run folder that all share", allowed, fix)
+    if not shared and run.plan.server:
         given = f"{run.plan}, with a run folder that is copied to a bucket, and the servers' secret in it"
-    elif shared != there.startswith(f"{SHARED_CHANNEL}/"):
-        where, allowed = "--patch", "as it was: a run does not move"
+        raise SpecError.of("--plan", given, allowed, fix)
+    if shared != there.startswith(f"{SHARED_CHANNEL}/"):
         given = f"{'a' if shared else 'no'} channel {SHARED_CHANNEL}, of a run whose folder is {there}"
-        fix = "another --run, which begins anew"
-    if where:
-        raise SpecError.of(where, given, allowed, fix)
+        raise SpecError.of("--patch", given, "as it was: a run does not move", "another --run, which begins anew")
 
 
 def _channel(asked: Mapping[str, Any]) -> str:

@@ -26,10 +26,9 @@ from phalanx.errors import PhalanxError, RunError, SpecError
 from phalanx.events.log import last_failure, read
 from phalanx.files import read_json
 from phalanx.launch.addresses import LOOPBACK
-from phalanx.launch.code_files import digest_of
 from phalanx.launch.reaper import SAVED, adopt_orphans, await_orphans
 from phalanx.launch.runfile import absolute
-from phalanx.launch.targets.code_pack import unpack
+from phalanx.launch.targets.code_pack import check_digest, unpack
 from phalanx.launch.targets.launch_folder import run_from
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
 from phalanx.launch.targets.sagemaker import CODE, CODE_CHANNEL, ROOT, RUN
@@ -79,10 +78,9 @@ def unpacked(root: Path) -> RunSpec:
     for name in (CODE, RUN):
         if not (channel / name).is_file():
             raise RunError(f"{channel / name} is not there\n    try: {_FIX}")
+        check_digest(channel / name, str(told.get(f"{name}-sha256", "")))
     shutil.rmtree(code, ignore_errors=True)  # of an earlier start in this container
-    unpack(channel / CODE, str(told.get(f"{CODE}-sha256", "")), code)
-    if (found := digest_of(channel / RUN)) != told.get(f"{RUN}-sha256"):
-        raise RunError(f"{channel / RUN} is not what was handed over: its SHA-256 is {found}\n    try: {_FIX}")
+    unpack(channel / CODE, code)
     os.chdir(code)  # the job is named from there
     given = run_from(channel / RUN, _FIX)
     run = absolute(replace(given, folder=root / given.folder))

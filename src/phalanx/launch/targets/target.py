@@ -28,10 +28,8 @@ from phalanx.errors import PhalanxError, RunError, SpecError
 from phalanx.files import replace_text
 from phalanx.files.single_writer import is_running
 from phalanx.launch.check import TargetHost
-from phalanx.launch.targets.launch_folder import CODE_LIST, FOLDER, LAST_WORDS, State, attached_log, last_word
+from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, State, attached_log, last_word
 from phalanx.launch.targets.offer import Offer
-
-_SHOWN = 12  # lines of the list of a job's code in a dry run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,12 +154,8 @@ class Prepared:
             raise
 
     def shown(self) -> str:
-        """Return files, commands and notes as text; of a code list its begin, with the largest files."""
-        lines = {path: text.rstrip().split("\n") for path, text in self.files.items()}
-        for path, listed in lines.items():
-            if path.name == CODE_LIST and len(listed) > _SHOWN:
-                listed[_SHOWN:] = [f"and {len(listed) - _SHOWN:,} more: {path.name} will list all"]
-        parts = ["\n".join([f"# {path}", *listed, ""]) for path, listed in lines.items()]
+        """Return files, commands and notes as text."""
+        parts = [f"# {path}\n{text.rstrip()}\n" for path, text in self.files.items()]
         commands = [f"$ {shlex.join(words)}" for words in self.commands]
         return "\n".join([*parts, *commands, *(f"note: {note}" for note in self.notes)])
 
@@ -234,15 +228,15 @@ class Target(ABC):
             RunError: the target cannot be asked.
         """
 
-    @abstractmethod
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        """The file with what ``rank`` printed, or what all did where that is ``None``; it may not be there yet.
+        """Return the file with what ``rank`` printed, or all ranks if that is ``None``; it may not exist yet.
 
         A target that keeps it elsewhere brings the file up to date with each call.
 
         Raises:
             SpecError: this target does not keep ranks apart.
         """
+        return attached_log(folder, rank)
 
 
 class AttachedTarget(Target):
@@ -281,9 +275,6 @@ class AttachedTarget(Target):
         if found.state == "running":
             with suppress(ProcessLookupError):
                 os.kill(ticket["pid"], signal.SIGTERM)
-
-    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        return attached_log(folder, rank)
 
 
 class QueueTarget(Target):
