@@ -1,8 +1,8 @@
 """torchrun's agent on one node of a run that a queue or ssh has started; the same for all targets.
 
 The agent starts the workers of its node, one a device, passes SIGTERM on to them and waits until they have saved. The
-output of a rank goes to the agent's own output, and into ``rank-N.log``. The file of each queue has its rendezvous and
-its signal to stop.
+output of a rank goes to the agent's own output, and into ``rank-N.log``. A queue with its own rendezvous or signal to
+stop has a file that calls ``be_agent``; the script of another runs this file, with what its variables say of the nodes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.config import RunSpec
-from phalanx.config.run_files import EVENTS
+from phalanx.config.run_files import EVENTS, RUN_TOML
 from phalanx.device_kinds import kind_for
 from phalanx.errors import SpecError
 from phalanx.events.log import EventReader
+from phalanx.files import replace_text
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.launch_folder import word_of
+from phalanx.launch.runfile import absolute
+from phalanx.launch.targets.launch_folder import FOLDER, word_of
 from phalanx.launch.torchrun import AGENT
 
 _OLDER_GRACE = 30  # seconds, before torch 2.13
@@ -133,3 +136,23 @@ def _last_word(events: EventReader) -> str:
     with suppress(SpecError):
         return word_of(events.new())
     return ""
+
+
+def main(hosts: str, rank: str, port: str, start: str) -> int:
+    """Run the agent of node ``rank`` of ``hosts``, separated by blanks, for the run file in standard input.
+
+    ``port``: of the first host, at which agents meet. A relative run folder is below the home folder, a relative job
+    below the working directory. Returns as ``be_agent`` does.
+    """
+    given, names = RunSpec.from_toml(sys.stdin.read()), hosts.split()
+    run = absolute(replace(given, folder=Path.home() / given.folder))
+    (logs := run.folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    replace_text(logs / RUN_TOML, run.to_toml())
+    meets = meeting_options(f"{names[0]}:{port}", start=start, rank=int(rank))
+    options, cores = {"max-restarts": str(run.restarts), **meets}, len(os.sched_getaffinity(0))
+    place = NodePlace(name=names[int(rank)], nodes=len(names), cores=cores, options=options)
+    return be_agent(run, place, worker_words(logs / RUN_TOML, logs, marked=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
