@@ -22,14 +22,8 @@ from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.check import CheckTime, TargetHost, run_here
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
-from phalanx.launch.targets.offer import Offer
-from phalanx.launch.targets.target import AttachedTarget
-from phalanx.launch.targets.target import Option
-from phalanx.launch.targets.target import Prepared
-from phalanx.launch.targets.target import QueueTarget
-from phalanx.launch.targets.target import Standing
-from phalanx.launch.targets.target import Submission
-from phalanx.launch.targets.offer import gpus_of_node
+from phalanx.launch.targets.offer import Offer, gpus_of_node
+from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, QueueTarget, Standing, Submission
 
 JOB = """
 import time

@@ -21,9 +21,7 @@ from phalanx.cli import main
 from phalanx.config import Plan
 from phalanx.hardware import cluster
 from phalanx.launch.check import CheckTime
-from phalanx.launch.targets.find_target import TARGETS
-from phalanx.launch.targets.find_target import find_target
-from phalanx.launch.targets.find_target import target_class
+from phalanx.launch.targets.find_target import TARGETS, find_target, target_class
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.target import QueueTarget
 from phalanx.preflight import launch_check

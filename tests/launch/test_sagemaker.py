@@ -15,12 +15,9 @@ from launched import shared, submission
 from phalanx.config import Job, RunSpec
 from phalanx.errors import RunError, SpecError
 from phalanx.launch.code_files import digest_of
-from phalanx.launch.targets.handed_over import log_of
-from phalanx.launch.targets.handed_over import write_ticket
-from phalanx.launch.targets.sagemaker import LOGS
-from phalanx.launch.targets.sagemaker import SageMakerTarget
+from phalanx.launch.targets.handed_over import log_of, write_ticket
+from phalanx.launch.targets.sagemaker import LOGS, AwsCalls, SageMakerTarget
 from phalanx.launch.targets.target import Submission
-from phalanx.launch.targets.sagemaker import AwsCalls
 from phalanx.report.run_standing import run_standing
 
 moto = pytest.importorskip("moto")

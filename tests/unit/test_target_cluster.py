@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,15 +10,8 @@ from phalanx.comm.mesh import Mesh
 from phalanx.config import Cluster, Plan
 from phalanx.errors import SpecError
 from phalanx.hardware import entry
-from phalanx.launch.check import DeviceFacts
-from phalanx.launch.check import HostAnswer
-from phalanx.launch.check import HostFacts
-from phalanx.launch.check import HostSurvey
-from phalanx.launch.check import LinkAnswer
-from phalanx.launch.check_findings import HostFinding
-from phalanx.launch.check_findings import Needs
-from phalanx.launch.check_findings import findings
-from phalanx.launch.targets.offer import Offer
+from phalanx.launch.check import DeviceFacts, HostAnswer, HostFacts, HostSurvey, LinkAnswer
+from phalanx.launch.check_findings import HostFinding, Needs, findings
 from phalanx.launch.targets.offer import nearest_plan
 from phalanx.preflight.target_cluster import cluster_there
 

@@ -10,9 +10,7 @@ import pytest
 
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import SpecError
-from phalanx.launch.targets.find_target import TARGETS
-from phalanx.launch.targets.find_target import find_target
-from phalanx.launch.targets.find_target import settled_options
+from phalanx.launch.targets.find_target import TARGETS, find_target, settled_options
 from phalanx.launch.targets.offer import Offer
 from phalanx.launch.targets.slurm import SlurmTarget
 from phalanx.launch.targets.target import Submission, Target
