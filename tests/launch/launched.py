@@ -121,6 +121,7 @@ NEEDED: dict[str, dict[str, str]] = {
         "role": "arn:aws:iam::123456789012:role/train",
         "bucket": "s3://bucket/phalanx",
     },
+    "sky": {"nodes": "2", "shared": "HERE/shared", "setup": "true"},
 }
 _FSX = {"FileSystemType": "FSxLustre", "FileSystemId": "fs-0123456789abcdef0", "DirectoryPath": "/fsx/runs"}
 _SHARED = {

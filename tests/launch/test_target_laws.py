@@ -63,6 +63,11 @@ CASES = {
     ),
     "ray": Case(to="ray:http://head:8265", own=("--nodes", "2"), elsewhere={}),
     "sagemaker": Case(to="sagemaker", own=SAGEMAKER, elsewhere={"job": "train.py", "folder": Path("checkpoints")}),
+    "sky": Case(
+        to="sky:gpus=L4:1,cloud=aws,spot",
+        own=("--nodes", "2", "--shared", "/data/1", "--setup", "pip install phalanx"),
+        elsewhere={"job": "train.py", "folder": Path("/data/1")},
+    ),
 }
 QUEUES = [name for name in CASES if name != "ssh"]
 
@@ -119,7 +124,7 @@ def test_prepared_twice_it_is_the_same_and_another_launch_has_other_names(name: 
     _, other = submission(name)
     assert other == given
     assert other.token != given.token
-    if name in ("kubernetes", "sagemaker"):
+    if name in ("kubernetes", "sagemaker", "sky"):
         assert target.prepare(other).files != first.files
 
 

@@ -18,12 +18,20 @@ from law_rows import in_one_test
 from phalanx.config import Plan, RunSpec
 from phalanx.config.run_files import LAUNCH_FILES
 from phalanx.errors import MissingExtraError, RunError, SpecError
-from phalanx.launch.targets import kubernetes, ray, slurm
-from phalanx.launch.targets.find_target import TARGETS, find_target
-from phalanx.launch.targets.handed_over import UnmarkedError, ticket_of, write_ticket
+from phalanx.launch.targets import kubernetes
+from phalanx.launch.targets import ray
+from phalanx.launch.targets import slurm
+from phalanx.launch.targets.find_target import TARGETS
+from phalanx.launch.targets.find_target import find_target
+from phalanx.launch.targets.handed_over import UnmarkedError
+from phalanx.launch.targets.handed_over import ticket_of
+from phalanx.launch.targets.handed_over import write_ticket
 from phalanx.launch.targets.option_checks import secrets_in
 from phalanx.launch.targets.sagemaker import AwsCalls
-from phalanx.launch.targets.target import Prepared, QueueTarget, Submission
+from phalanx.launch.targets.target import Prepared
+from phalanx.launch.targets.target import QueueTarget
+from phalanx.launch.targets.target import Submission
+from phalanx.launch.targets import sky
 from phalanx.report.run_standing import run_standing
 
 
@@ -97,12 +105,25 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"run": {"grace": 110.0}}, "--grace", ""),
         ({"plan": "dp=2 server=1"}, "--plan", ""),
     ],
+    "sky": [
+        ({"nodes": "3"}, "--nodes", "2 processes"),
+        ({"shared": ""}, "--nodes", "2"),
+        ({"shared": "", "nodes": ""}, "--mirror", "none"),
+        ({"setup": ""}, "--setup", "none"),
+        ({"plan": "dp=2 device=cuda"}, "--plan", "no GPU (no gpus= in --to)"),
+        ({"run": {"devices": "1:2"}}, "-n", "1:2"),
+        ({"patch": "HERE/train.py"}, "--patch", "no JSON"),
+        ({"patch": "HERE/sky-run.json"}, "--patch", "run"),
+        ({"patch": "HERE/sky-secret.json"}, "--patch", "HF_TOKEN"),
+    ],
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_be_is_refused_by_its_field(tmp_path: Path, name: str) -> None:
     pod_patch(tmp_path, "HF_TOKEN", "1")
+    (tmp_path / "sky-run.json").write_text('{"run": "true"}')
+    (tmp_path / "sky-secret.json").write_text('{"secrets": {"HF_TOKEN": "hf_1", "WANDB_API_KEY": null}}')
     for options, where, words in REFUSALS[name]:
         fields, given = refused(name, tmp_path, **options)
         assert {*fields} == {where}, options
@@ -130,6 +151,7 @@ def test_all_problems_are_reported_together(tmp_path: Path, name: str, options: 
     [
         *("slurm:gpu", "kubernetes:gpu", "sagemaker:here", "ray://head:10001", "ray:head:6379", "ray:http://:8265"),
         *("ray:http://head:port", "ray:ftp://head:1", "ray:http://me:word@head:1", "ray:a b", "shh:hosts.toml"),
+        *("sky:gpu=H100:8", "sky:gpus=H1000:8", "sky:gpus=H100:0", "sky:gpus", "sky:spot=yes", "sky:spot,spot"),
     ],
 )
 def test_an_address_that_cannot_be_is_refused(text: str) -> None:
@@ -143,6 +165,7 @@ TICKETS: dict[str, dict[str, Any]] = {
     "kubernetes": {"jobset": "one", "nodes": 2, "least": 1, "context": "c", "namespace": "vision"},
     "ray": {"job": "digits-1", "address": "http://10.0.0.1:8265"},
     "sagemaker": {"job": "digits-1", "region": "us-east-1", "run": "s3://bucket/digits-1/run"},
+    "sky": {"job": "run-digits-1"},
 }
 
 
@@ -204,6 +227,11 @@ def described(status: str, secondary: str) -> dict[str, Any]:
     return {"TrainingJobStatus": status, "SecondaryStatus": secondary, "SecondaryStatusTransitions": said}
 
 
+def said_by_sky(state: str) -> str:
+    others = {"job_name": "other", "status": "RUNNING"}
+    return json.dumps([others, {"job_name": "run-digits-1", "status": state, "failure_reason": None}])
+
+
 RAYS = [("PENDING", "waiting"), ("RUNNING", "running"), ("SUCCEEDED", "ended"), ("STOPPED", "stopped")]
 RAYS += [("FAILED", "failed")]
 
@@ -236,6 +264,15 @@ STATES: dict[str, list[tuple[Any, str, str]]] = {
         ({**described("Failed", "Failed"), "FailureReason": "AlgorithmError: no"}, "", "failed"),
         (None, "", "unknown"),
     ],
+    "sky": [
+        *((said_by_sky(state), "", "waiting") for state in ("PENDING", "STARTING", "RECOVERING")),
+        *((said_by_sky(state), "", "running") for state in ("RUNNING", "CANCELLING")),
+        (said_by_sky("SUCCEEDED"), "", "ended"),
+        (said_by_sky("CANCELLED"), "", "stopped"),
+        *((said_by_sky(state), "", "failed") for state in ("FAILED", "FAILED_SETUP", "FAILED_NO_RESOURCE")),
+        (RunError("No in-progress managed jobs"), "", "unknown"),
+        *FORGOTTEN,
+    ],
 }
 
 
@@ -253,6 +290,13 @@ def test_how_a_run_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name:
         return answer if operation == "describe_training_job" else None
 
     monkeypatch.setattr(slurm, "_ask", ask_slurm)
+
+    def ask_sky(*words: str) -> str:
+        if isinstance(answer, RunError):
+            raise answer
+        return f"Hint: sky api info\n{answer or '[]'}"
+
+    monkeypatch.setattr(sky, "_ask", ask_sky)
 
     @contextmanager
     def ask_ray(address: str) -> Iterator[Any]:
@@ -283,7 +327,7 @@ def test_slurm_counts_earlier_starts_and_names_nodes(tmp_path: Path, monkeypatch
     assert said == ["PENDING: Priority, after 2 earlier starts", "RUNNING on n[1-2]"]
 
 
-@pytest.mark.parametrize("name", ["slurm", "kubernetes", "ray", "sagemaker"])
+@pytest.mark.parametrize("name", ["slurm", "kubernetes", "ray", "sagemaker", "sky"])
 def test_a_machine_without_the_engines_program_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -293,6 +337,7 @@ def test_a_machine_without_the_engines_program_is_named(
     assert isinstance(target, QueueTarget)
     prepared = target.prepare(handed(name, tmp_path))
     named = {"slurm": "sbatch", "kubernetes": "kubectl", "ray": r"phalanx\[ray\]", "sagemaker": r"phalanx\[sagemaker\]"}
+    named |= {"sky": "pip install 'skypilot"}
     with pytest.raises((RunError, MissingExtraError), match=named[name]):
         target.submit(prepared)
     assert not (tmp_path / "run").exists()
@@ -333,6 +378,8 @@ WAYS: list[tuple[str, dict[str, Any], str]] = [
     ("kubernetes", {"patch": "WANDB_API_KEY.json"}, "--patch"),
     ("ray", {"runtime-env": "runtime.json"}, ""),
     ("sagemaker", {"patch": "environment.json"}, "--patch"),
+    ("sky", {"setup": f"export WANDB_API_KEY={MARK}"}, "--setup"),
+    ("sky", {"patch": "task.json"}, "--patch"),
 ]
 
 
@@ -346,6 +393,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("hosts.toml").write_text(HOSTS)
     Path("runtime.json").write_text(json.dumps({"env_vars": {"WANDB_API_KEY": MARK}}))
     pod_patch(tmp_path, "WANDB_API_KEY", MARK)
+    Path("task.json").write_text(json.dumps({"envs": {"WANDB_API_KEY": MARK}}))
     Path("environment.json").write_text(json.dumps({"Environment": {"FI_PROVIDER": "efa", "HF_TOKEN": MARK}}))
     return tmp_path
 

@@ -31,7 +31,7 @@ _WITHOUT_JOB = ("plan", "folder")  # of a run: what is looked at on hosts alone,
 )
 @click.argument("job", required=False, default="", type=JobReference())
 @set_option("job")
-@click.option("--to", metavar="TARGET", help="Where: ssh:hosts.toml, slurm, kubernetes, ray, sagemaker [this machine].")
+@click.option("--to", metavar="TARGET", help="Where, as phalanx launch has it: ssh:hosts.toml, slurm [this machine].")
 @run_options
 @click.option("--python", help="The interpreter on the other side [this one's path; in an image: python].")
 @json_option

@@ -40,13 +40,13 @@ class _LaunchCommand(RunCommand):
 
 @click.command(
     "launch",
-    short_help="Hand a job to hosts by SSH, Slurm, Kubernetes, Ray or SageMaker.",
+    short_help="Hand a job to hosts by SSH, a queue or a cloud.",
     cls=_LaunchCommand,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 @job_argument
 @run_options
-@click.option("--to", required=True, metavar="TARGET", help="ssh:hosts.toml, slurm, kubernetes, ray or sagemaker.")
+@click.option("--to", required=True, metavar="TARGET", help="Where: ssh:hosts.toml, or a name from the lists below.")
 @click.option("--python", help="The interpreter on the other side [this one's path; in an image: python].")
 @click.option("--dry-run", is_flag=True, help="Show in full what would be written and run, and do nothing.")
 @click.option("--no-check", is_flag=True, help="Do not look first whether training would fail there.")
@@ -66,8 +66,8 @@ def command(
 ) -> None:
     """Train JOB elsewhere: on hosts that a file names (--to ssh:hosts.toml), or handed over (--to slurm and the like).
 
-    SageMaker and Ray are sent the job's folder. Hosts by SSH, Slurm and Kubernetes have to have the job's file and the
-    run folder at the same paths as here. A run by SSH is followed from here and ends with this command. A queue takes
+    Targets with the option --code are sent the job's folder. Others have to have the job's file and the run
+    folder at the same paths as here. A run by SSH is followed from here and ends with this command. A queue takes
     the run and this command ends: phalanx status, logs and stop find it by its folder. Options of a target stand beside
     the run's own.
 
@@ -81,6 +81,7 @@ def command(
       phalanx launch train.py --to slurm --nodes 4 --plan dp=32 --dry-run
       phalanx launch /data/train.py --to kubernetes --image train:1 --volume data:/data --run /data/runs/1 --plan dp=8
       phalanx launch train.py --to ray:http://head:8265 --plan "fsdp=8"
+      phalanx launch train.py --to sky:gpus=H100:8,cloud=aws,spot --plan "fsdp=8" --mirror s3://bucket/runs/1
     """
     from phalanx.cli.train import RunDisplay, train
     from phalanx.launch.targets.find_target import find_target, settled_options

@@ -109,7 +109,8 @@ LAUNCH_FILES: Mapping[str, str] = {
     "asked-to-stop": "on Kubernetes: the name of the run that was asked to stop",
     "training-job.json": "on SageMaker: the request",
     "code.txt": "on SageMaker: number and size of the files of the job's code, and the largest",
-    "output.log": "by SSH and on Ray: what all workers print",
+    "sky.yaml": "by SkyPilot: the task",
+    "output.log": "by SSH, on Ray and by SkyPilot: what all workers print",
     "rank-*.log": "what one rank prints: one file a rank",
     "*-*.log": "on SageMaker and Kubernetes: what all workers print, or one rank, as far as it was fetched",
 }

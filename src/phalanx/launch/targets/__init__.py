@@ -1,1 +1,1 @@
-"""Launch targets: hosts by SSH, Slurm, Kubernetes, Ray, SageMaker."""
+"""Launch targets: hosts by SSH, queues and clouds, one file each."""

@@ -101,6 +101,15 @@ class CodePack:
             raise RunError(f"{what}\n    try: once more, when nothing writes there") from None
         return digest_of(path)
 
+    def copy(self, folder: Path) -> None:
+        """Copy its files into the new or empty ``folder``.
+
+        Raises:
+            RunError: a file is gone or has changed.
+        """
+        with tempfile.TemporaryDirectory(prefix="phalanx-code-") as here:
+            unpack(Path(here) / "pack", self.write(Path(here) / "pack"), folder)
+
     def to_text(self) -> str:
         """Return the largest files and all links as text."""
         largest = sorted(self.files.items(), key=lambda one: -one[1])[:_SHOWN]

@@ -17,6 +17,7 @@ TARGETS = {
     "kubernetes": "phalanx.launch.targets.kubernetes:KubernetesTarget",
     "ray": "phalanx.launch.targets.ray:RayTarget",
     "sagemaker": "phalanx.launch.targets.sagemaker:SageMakerTarget",
+    "sky": "phalanx.launch.targets.sky:SkyTarget",
 }
 """The word before the colon of ``--to`` → its class."""
 

@@ -1,0 +1,200 @@
+"""``--to sky:gpus=H100:8,cloud=aws,spot``: a managed job of SkyPilot, by its program ``sky``.
+
+SkyPilot finds machines, copies the job's code there, and starts the job again on others after a preemption. The run
+folder is on a file system that all nodes share, or on the disk of the only node; then the run has to have a mirror.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+from phalanx.config import RunSpec
+from phalanx.errors import Problem, RunError, SpecError
+from phalanx.files import replace_text
+from phalanx.hardware.catalog import find, unknown
+from phalanx.launch.reaper import SAVED
+from phalanx.launch.targets import option_checks as checks
+from phalanx.launch.targets.code_pack import CODE_OPTION, CodePack, folder_and_problems, job_within
+from phalanx.launch.targets.launch_folder import LAST_WORDS, State, append_new, attached_log, last_word
+from phalanx.launch.targets.offer import Offer, ask_program, misfit
+from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission, own_words
+
+OPTIONS = {
+    "nodes": Option(help="nodes, each with an equal part of the plan's processes [1]", example="2", kind="count"),
+    "shared": Option(help="run folder there, on a file system that all nodes share", example="/data/runs/1"),
+    "setup": Option(help="a line of shell that runs before; repeat it", example="'pip install phalanx'", between="\n"),
+    "patch": Option(
+        help="JSON or TOML file with more of a SkyPilot task, merged into it: image, disks, volumes, secrets",
+        example="task.json",
+        kind="file",
+        through="--patch task.json",
+    ),
+    "code": CODE_OPTION,
+}
+TASK = "sky.yaml"  # in JSON, which is YAML
+_SAME = {name: name for name in ("cloud", "region", "zone", "cpus", "memory")}
+_RESOURCES = {"gpus": "accelerators", "instance": "instance_type", "spot": "use_spot", **_SAME}
+_OTHER_NAMES = {"A100": "A100-40GB", "RTX3090": "RTX-3090", "RTX4090": "RTX-4090", "RTXA6000": "RTX-A6000"}
+_RUN = """\
+echo $BASHPID > ~/.phalanx-agent
+exec {agent} "$SKYPILOT_NODE_IPS" "$SKYPILOT_NODE_RANK" {port} "$SKYPILOT_TASK_ID" <<'RUN_TOML'
+{run}RUN_TOML
+"""
+# SkyPilot takes machines away without a signal; the agent of one node has all ranks save
+_STOP = "pid=$(cat ~/.phalanx-agent) && kill $pid && tail --pid=$pid -f /dev/null"
+_SUBMIT = 3600.0  # seconds: the first launch starts SkyPilot's controller
+_STATES: Mapping[str, State] = {
+    **dict.fromkeys(("PENDING", "SUBMITTED", "STARTING", "RECOVERING"), "waiting"),
+    **dict.fromkeys(("RUNNING", "WINDING_DOWN", "CANCELLING"), "running"),
+    "SUCCEEDED": "ended",
+    "CANCELLED": "stopped",
+}
+_REFUSES, _COLOUR = "SkyPilot refuses it: ", re.compile(r"\x1b\[[0-9;]*m")
+
+
+@final
+class SkyTarget(QueueTarget):
+    """Machines of the clouds that SkyPilot reaches; ``--to`` has their resources."""
+
+    name: ClassVar[str] = "sky"
+    options: ClassVar[Mapping[str, Option]] = OPTIONS
+    python: ClassVar[str] = "python"
+
+    def __init__(self, address: str) -> None:
+        words = [word.partition("=") for word in address.split(",") if word]
+        given = {key: value for key, _, value in words}
+        name, _, count = given.get("gpus", "").partition(":")
+        wrong = [key for key, value in given.items() if key not in _RESOURCES or bool(value) == (key == "spot")]
+        wrong += ["gpus"] if not checks.is_count(count or "1", 1) else []
+        if wrong or len(given) < len(words):
+            what = f"'sky:{address}', with {', '.join(wrong) or 'a key twice'}"
+            allowed = f"spot, and {', '.join(f'{key}=' for key in _RESOURCES if key != 'spot')}; more by --patch"
+            raise SpecError.of("--to", what, allowed, "--to sky:gpus=H100:8,cloud=aws,spot")
+        self.device, self.gpus = find(_OTHER_NAMES.get(name, name)), int(count or 1)
+        if name and not self.device:
+            raise SpecError([replace(unknown(name), where="--to")])
+        self.resources = {_RESOURCES[key]: value or True for key, value in given.items()}
+
+    def prepare(self, submission: Submission) -> Prepared:
+        run, options = submission.run, submission.options
+        values, problems = checks.read_options(OPTIONS, options)
+        code, wrong = folder_and_problems(run.job, options.get("code"))
+        nodes, patch, shared = values.get("nodes", 1), values.get("patch", {}), options.get("shared", "")
+        problems += [*wrong, *checks.uneven_nodes(run.plan, nodes), *checks.changing_devices(run, "SkyPilot")]
+        offer = self.offer(options) or Offer(nodes=nodes, devices=0, by="no gpus= in --to")
+        problems += [*_wrong_parts(run, nodes, options, patch), *filter(None, [misfit(run.plan, offer)])]
+        if problems:
+            raise SpecError(problems)
+        folder, path = Path(shared or "phalanx-run"), submission.folder / TASK
+        text = replace(run, job=job_within(run.job, code), folder=folder).to_toml()
+        task = checks.merged(self._task(submission, nodes, text), {**patch, "workdir": str(code)})
+        secret = [word for name in _table(patch, "secrets") for word in ("--secret", name)]
+        return Prepared(
+            submission=submission,
+            files={submission.runfile: text, path: json.dumps(task, indent=1) + "\n"},
+            commands=(("sky", "jobs", "launch", "--yes", "--detach-run", *secret, str(path)),),
+            notes=() if self.device else ("no gpus= in --to: the run computes on CPUs",),
+        )
+
+    def _task(self, submission: Submission, nodes: int, run: str) -> dict[str, Any]:
+        port = 20_000 + int(submission.token[-4:], 16) % 12_000  # of this launch
+        agent = shlex.join([submission.python, "-m", "phalanx.launch.targets.node_agent"])
+        patience = math.ceil(submission.run.grace) + checks.SAVE_MARGIN
+        return {
+            "name": re.sub("[^A-Za-z0-9]+", "-", f"run-{submission.name}-{submission.token}"),
+            "num_nodes": nodes,
+            "resources": {**self.resources, "job_recovery": {"recover_on_exit_codes": [SAVED]}},
+            "setup": f"set -e\n{submission.options.get('setup', '')}\n",
+            "run": _RUN.format(agent=agent, port=port, run=run),
+            "config": {"hooks": [{"run": _STOP, "events": ["down", "preemption"], "timeout": patience}]},
+        }
+
+    def offer(self, options: Mapping[str, str]) -> Offer | None:
+        nodes, entry = checks.to_count(options.get("nodes", "1")) or 1, self.device
+        return Offer(nodes=nodes, devices=self.gpus, device=entry.device.name, by="--to") if entry else None
+
+    def why_not(self, prepared: Prepared, patience: float = 60.0) -> str:
+        with tempfile.TemporaryDirectory(prefix="phalanx-sky-") as folder:
+            replace_text(path := Path(folder) / TASK, prepared.files[prepared.submission.folder / TASK])
+            try:
+                _ask("launch", "--dryrun", "--yes", str(path), patience=patience)
+            except RunError as error:
+                return own_words(error).removeprefix(_REFUSES)
+        return ""
+
+    def submit(self, prepared: Prepared) -> Mapping[str, Any]:
+        task = json.loads(prepared.files[prepared.submission.folder / TASK])
+        job, (command,) = task["name"], prepared.commands
+        with prepared.written(), tempfile.TemporaryDirectory(prefix="phalanx-code-") as folder:
+            code = CodePack.of(Path(task["workdir"]), without=prepared.submission.run.folder)
+            code.copy(Path(folder))  # without secrets and run folders
+            try:
+                _ask(*command[1:], "--workdir", folder, patience=_SUBMIT)
+            except BaseException:
+                with suppress(RunError):  # it may have taken the job
+                    _ask("jobs", "cancel", "--yes", "--name", job)
+                raise
+        return {"job": job}
+
+    def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
+        try:
+            told = _ask("jobs", "queue", "--all", "--verbose", "--output", "json")
+            jobs, said = json.loads(told[told.index("[") :]), "SkyPilot has forgotten it"
+        except (RunError, ValueError) as error:
+            jobs, said = [], str(error).partition("\n")[0]
+        for job in jobs:
+            if job["job_name"] == ticket["job"]:
+                words = [job["status"], job.get("failure_reason"), f"recovered {job.get('recovery_count') or 0} times"]
+                return Standing(state=_STATES.get(job["status"], "failed"), detail=", ".join(filter(None, words)))
+        return Standing(state=LAST_WORDS.get(last_word(folder), "unknown"), detail=said)
+
+    def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
+        _ask("jobs", "cancel", "--yes", "--name", ticket["job"])
+
+    def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
+        everything, path = attached_log(folder, None), attached_log(folder, rank)
+        with suppress(RunError):  # no node is there
+            append_new(everything, _ask("jobs", "logs", "--no-follow", "--name", ticket["job"]).splitlines())
+        if rank is not None and everything.exists():
+            lines = (line.partition(f"[rank {rank}] ") for line in everything.read_text().splitlines(keepends=True))
+            replace_text(path, "".join(text for _, found, text in lines if found))
+        return path
+
+
+def _ask(*words: str, patience: float = 120.0) -> str:
+    lacking = "pip install 'skypilot[aws]', or of another cloud; --dry-run shows the task to take elsewhere"
+    done = ask_program(("sky", *words), "SkyPilot", patience, lacking, "sky api info")
+    if done.returncode:
+        said = _COLOUR.sub("", done.stderr or done.stdout).strip() or f"sky ended with {done.returncode}"
+        raise RunError(f"{_REFUSES}{said}\n    try: sky check, which says what clouds there are")
+    return _COLOUR.sub("", done.stdout)
+
+
+def _table(patch: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return found if isinstance(found := patch.get(name), dict) else {}
+
+
+def _wrong_parts(run: RunSpec, nodes: int, options: Mapping[str, str], patch: Mapping[str, Any]) -> list[Problem]:
+    setup, far = options.get("setup", ""), bool(options.get("shared"))
+    own = sorted({"name", "num_nodes", "run", "workdir", setup and "setup"} & patch.keys())
+    installs = setup or "setup" in patch or "image_id" in _table(patch, "resources")
+    given = {**_table(patch, "envs"), **_table(patch, "secrets")}
+    told = "text that all may read who see the task", '{"secrets": {"NAME": null}} in --patch: of this shell'
+    found = [
+        ("--nodes", f"{nodes}" * (nodes > 1 and not far), "1 without --shared", "--shared /data/runs/1"),
+        ("--mirror", "none" * (nodes == 1 and not far and not run.mirror), "a bucket", "--mirror s3://bucket/runs/1"),
+        ("--patch", ", ".join(own), "parts of a task that a launch does not set itself", "--patch without them"),
+        ("--setup", "none" * (not installs), "lines that install Phalanx there", "--setup 'pip install phalanx'"),
+        ("--setup", ", ".join(checks.secrets_set(setup)), *told),
+        ("--patch", ", ".join(checks.secret_names(name for name in given if given[name])), *told),
+    ]
+    return [Problem(where=where, given=said, allowed=allowed, fix=fix) for where, said, allowed, fix in found if said]
