@@ -18,20 +18,12 @@ from law_rows import in_one_test
 from phalanx.config import Plan, RunSpec
 from phalanx.config.run_files import LAUNCH_FILES
 from phalanx.errors import MissingExtraError, RunError, SpecError
-from phalanx.launch.targets import kubernetes
-from phalanx.launch.targets import ray
-from phalanx.launch.targets import slurm
-from phalanx.launch.targets.find_target import TARGETS
-from phalanx.launch.targets.find_target import find_target
-from phalanx.launch.targets.handed_over import UnmarkedError
-from phalanx.launch.targets.handed_over import ticket_of
-from phalanx.launch.targets.handed_over import write_ticket
+from phalanx.launch.targets import kubernetes, ray, sky, slurm
+from phalanx.launch.targets.find_target import TARGETS, find_target
+from phalanx.launch.targets.handed_over import UnmarkedError, ticket_of, write_ticket
 from phalanx.launch.targets.option_checks import secrets_in
 from phalanx.launch.targets.sagemaker import AwsCalls
-from phalanx.launch.targets.target import Prepared
-from phalanx.launch.targets.target import QueueTarget
-from phalanx.launch.targets.target import Submission
-from phalanx.launch.targets import sky
+from phalanx.launch.targets.target import Prepared, QueueTarget, Submission
 from phalanx.report.run_standing import run_standing
 
 

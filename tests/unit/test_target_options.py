@@ -212,6 +212,51 @@ def test_what_nodes_have_is_what_the_options_say(name: str) -> None:
         find_target(name).offer({**own, "device": "MARVEL"})
 
 
+class TestSky:
+    @pytest.mark.parametrize(
+        ("address", "said"),
+        [
+            ("gpus=A100:8,cloud=aws", "2 nodes with 8 x A100-40GB"),
+            ("gpus=A100-80GB:4,spot", "2 nodes with 4 x A100-80GB"),
+            ("gpus=h100", "2 nodes with 1 x H100"),
+            ("cpus=8", "None"),
+        ],
+    )
+    def test_nodes_are_those_of_the_address(self, address: str, said: str) -> None:
+        assert str(find_target(f"sky:{address}").offer({"nodes": "2"})) == said
+
+    @pytest.mark.parametrize(
+        ("address", "given", "fix"),
+        [
+            ("gpu=H100:8", "'sky:gpu=H100:8', with gpu", "--to sky:gpus=H100:8,cloud=aws,spot"),
+            ("gpus=H100:many", "'sky:gpus=H100:many', with gpus", "--to sky:gpus=H100:8,cloud=aws,spot"),
+            ("cpus=4,cpus=8", "'sky:cpus=4,cpus=8', with a key twice", "--to sky:gpus=H100:8,cloud=aws,spot"),
+            ("gpus=H1000:8", "'H1000'", "H100"),
+        ],
+    )
+    def test_an_address_that_cannot_be_is_refused(self, address: str, given: str, fix: str) -> None:
+        with pytest.raises(SpecError) as caught:
+            find_target(f"sky:{address}")
+        (problem,) = caught.value.problems
+        assert (problem.where, problem.given, problem.fix) == ("--to", given, fix)
+
+    def test_a_patch_is_merged_into_the_task_and_secrets_go_by_their_names(self, tmp_path: Path) -> None:
+        patch = {"resources": {"disk_size": 500, "job_recovery": {"max_restarts_on_errors": 1}}, "secrets": {"A": None}}
+        (tmp_path / "task.json").write_text(json.dumps(patch))
+        options = {"patch": str(tmp_path / "task.json"), "setup": "true", "nodes": "2", "shared": "/data/1"}
+        spec = RunSpec(job=str(tmp_path / "train.py"), plan=Plan.parse("dp=2"), folder=tmp_path / "run", grace=10.0)
+        (tmp_path / "train.py").touch()
+        given = Submission(run=spec, name="my train", python="python", options=options)
+        prepared = find_target("sky:gpus=L4:1,spot").prepare(given)
+        task = json.loads(prepared.files[tmp_path / "run" / "launch" / "job.yaml"])
+        recovery = {"recover_on_exit_codes": [75], "max_restarts_on_errors": 1}
+        asked = {"accelerators": "L4:1", "use_spot": True, "job_recovery": recovery, "disk_size": 500}
+        assert (task["resources"], task["secrets"], task["num_nodes"]) == (asked, {"A": None}, 2)
+        assert task["name"] == f"run-my-train-{given.token}"
+        assert prepared.commands[0][5:7] == ("--secret", "A")
+        assert task["config"]["hooks"][0]["timeout"] == 40
+
+
 class TestSbatch:
     def test_further_options_are_lines_of_the_script(self, tmp_path: Path) -> None:
         own = settled("slurm", "--sbatch", "--exclusive", "--nodes", "1", "--sbatch", "--mail-type=END")

@@ -66,10 +66,9 @@ def command(
 ) -> None:
     """Train JOB elsewhere: on hosts that a file names (--to ssh:hosts.toml), or handed over (--to slurm and the like).
 
-    Targets with the option --code are sent the job's folder. Others have to have the job's file and the run
-    folder at the same paths as here. A run by SSH is followed from here and ends with this command. A queue takes
-    the run and this command ends: phalanx status, logs and stop find it by its folder. Options of a target stand beside
-    the run's own.
+    Targets with the option --code are sent the job's folder; others need the job's file and the run folder at the same
+    paths as here. A run by SSH is followed from here and ends with this command. A queue takes the run and this command
+    ends: phalanx status, logs and stop find it by its folder. Options of a target stand beside the run's own.
 
     Without --plan and -n the planner chooses for what is there, where the target can say that. What phalanx check
     looks at is looked at first: what training would fail by ends the command with exit code 1.

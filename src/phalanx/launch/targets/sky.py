@@ -40,7 +40,7 @@ OPTIONS = {
     ),
     "code": CODE_OPTION,
 }
-TASK = "sky.yaml"  # in JSON, which is YAML
+TASK = "job.yaml"  # in JSON, which is YAML
 _SAME = {name: name for name in ("cloud", "region", "zone", "cpus", "memory")}
 _RESOURCES = {"gpus": "accelerators", "instance": "instance_type", "spot": "use_spot", **_SAME}
 _OTHER_NAMES = {"A100": "A100-40GB", "RTX3090": "RTX-3090", "RTX4090": "RTX-4090", "RTXA6000": "RTX-A6000"}
@@ -190,11 +190,11 @@ def _wrong_parts(run: RunSpec, nodes: int, options: Mapping[str, str], patch: Ma
     given = {**_table(patch, "envs"), **_table(patch, "secrets")}
     told = "text that all may read who see the task", '{"secrets": {"NAME": null}} in --patch: of this shell'
     found = [
-        ("--nodes", f"{nodes}" * (nodes > 1 and not far), "1 without --shared", "--shared /data/runs/1"),
-        ("--mirror", "none" * (nodes == 1 and not far and not run.mirror), "a bucket", "--mirror s3://bucket/runs/1"),
-        ("--patch", ", ".join(own), "parts of a task that a launch does not set itself", "--patch without them"),
-        ("--setup", "none" * (not installs), "lines that install Phalanx there", "--setup 'pip install phalanx'"),
-        ("--setup", ", ".join(checks.secrets_set(setup)), *told),
-        ("--patch", ", ".join(checks.secret_names(name for name in given if given[name])), *told),
+        ("nodes", f"{nodes}" * (nodes > 1 and not far), "1 without --shared", "--shared /data/runs/1"),
+        ("mirror", "none" * (nodes == 1 and not far and not run.mirror), "a bucket", "--mirror s3://bucket/runs/1"),
+        ("patch", ", ".join(own), "parts of a task that a launch does not set itself", "--patch without them"),
+        ("setup", "none" * (not installs), "lines that install Phalanx there", "--setup 'pip install phalanx'"),
+        ("setup", ", ".join(checks.secrets_set(setup)), *told),
+        ("patch", ", ".join(checks.secret_names(name for name in given if given[name])), *told),
     ]
-    return [Problem(where=where, given=said, allowed=allowed, fix=fix) for where, said, allowed, fix in found if said]
+    return [checks.wrong_option(OPTIONS, name, said, *allowed) for name, said, *allowed in found if said]
