@@ -88,16 +88,15 @@ class SkyTarget(QueueTarget):
         run, options = submission.run, submission.options
         values, problems = checks.read_options(OPTIONS, options)
         code, wrong = folder_and_problems(run.job, options.get("code"))
-        nodes, patch, shared = values.get("nodes", 1), values.get("patch", {}), options.get("shared", "")
+        nodes, patch, there = values.get("nodes", 1), values.get("patch", {}), options.get("shared") or "phalanx-run"
         problems += [*wrong, *checks.uneven_nodes(run.plan, nodes), *checks.changing_devices(run, "SkyPilot")]
         offer = self.offer(options) or Offer(nodes=nodes, devices=0, by="no gpus= in --to")
         problems += [*_wrong_parts(run, nodes, options, patch), *filter(None, [misfit(run.plan, offer)])]
         if problems:
             raise SpecError(problems)
-        folder, path = Path(shared or "phalanx-run"), submission.folder / TASK
-        text = replace(run, job=job_within(run.job, code), folder=folder).to_toml()
+        path, text = submission.folder / TASK, replace(run, job=job_within(run.job, code), folder=Path(there)).to_toml()
         task = checks.merged(self._task(submission, nodes, text), {**patch, "workdir": str(code)})
-        secret = [word for name in _table(patch, "secrets") for word in ("--secret", name)]
+        secret = [word for name in _table(patch, "secrets") if name.isidentifier() for word in ("--secret", name)]
         return Prepared(
             submission=submission,
             files={submission.runfile: text, path: json.dumps(task, indent=1) + "\n"},
@@ -106,7 +105,6 @@ class SkyTarget(QueueTarget):
         )
 
     def _task(self, submission: Submission, nodes: int, run: str) -> dict[str, Any]:
-        port = 20_000 + int(submission.token[-4:], 16) % 12_000  # of this launch
         agent = shlex.join([submission.python, "-m", "phalanx.launch.targets.node_agent"])
         patience = math.ceil(submission.run.grace) + checks.SAVE_MARGIN
         return {
@@ -114,7 +112,7 @@ class SkyTarget(QueueTarget):
             "num_nodes": nodes,
             "resources": {**self.resources, "job_recovery": {"recover_on_exit_codes": [SAVED]}},
             "setup": f"set -e\n{submission.options.get('setup', '')}\n",
-            "run": _RUN.format(agent=agent, port=port, run=run),
+            "run": _RUN.format(agent=agent, port=20_000 + int(submission.token[-4:], 16) % 12_000, run=run),
             "config": {"hooks": [{"run": _STOP, "events": ["down", "preemption"], "timeout": patience}]},
         }
 
@@ -189,9 +187,11 @@ def _wrong_parts(run: RunSpec, nodes: int, options: Mapping[str, str], patch: Ma
     installs = setup or "setup" in patch or "image_id" in _table(patch, "resources")
     given = {**_table(patch, "envs"), **_table(patch, "secrets")}
     told = "text that all may read who see the task", '{"secrets": {"NAME": null}} in --patch: of this shell'
+    shares = "1, or --shared: all nodes need the run folder", "--shared /data/runs/1"
+    keeps = "a bucket, or --shared: a disk goes with its machine", "--mirror s3://bucket/runs/1"
     found = [
-        ("nodes", f"{nodes}" * (nodes > 1 and not far), "1 without --shared", "--shared /data/runs/1"),
-        ("mirror", "none" * (nodes == 1 and not far and not run.mirror), "a bucket", "--mirror s3://bucket/runs/1"),
+        ("nodes", f"{nodes}" * (nodes > 1 and not far), *shares),
+        ("mirror", "none" * (nodes == 1 and not far and not run.mirror), *keeps),
         ("patch", ", ".join(own), "parts of a task that a launch does not set itself", "--patch without them"),
         ("setup", "none" * (not installs), "lines that install Phalanx there", "--setup 'pip install phalanx'"),
         ("setup", ", ".join(checks.secrets_set(setup)), *told),
