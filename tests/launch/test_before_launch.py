@@ -148,7 +148,7 @@ class TestQueue:
         for more in ([], ["--no-check"], ["--dry-run"]):
             result = launch("queue", "--plan", "fsdp=8", *more)
             assert result.exit_code == 2
-            assert "2 x --gpus-per-node 2 are 4" in result.stderr
+            assert "2 x 2 GPUs are 4" in result.stderr
             assert "--plan fsdp=4" in result.stderr
             assert Queue.taken == []
 

@@ -17,8 +17,8 @@ from launched import await_none_left, await_steps, by_hand, steps_in, submission
 import phalanx as px
 from phalanx.errors import RunError
 from phalanx.launch.runfile import newest_step
-from phalanx.launch.targets import Standing, Submission
 from phalanx.launch.targets.sky import SkyTarget
+from phalanx.launch.targets.target import Standing, Submission
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 30
@@ -137,7 +137,7 @@ def test_two_nodes_train_what_one_device_does(cluster: Sky, tmp_path: Path) -> N
     everything = target.log(ticket, given.run.folder, None).read_text()
     for rank in range(2):
         assert target.log(ticket, given.run.folder, rank).read_text() == f"I am {rank}\n"
-        assert f"(head, pid=1) [rank {rank}] I am {rank}\n" in everything
+        assert f"[rank {rank}] I am {rank}\n" in everything
     assert "Traceback" not in everything
 
 

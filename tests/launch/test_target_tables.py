@@ -78,7 +78,7 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "ray": [
         ({"nodes": "3"}, "--nodes", "2 processes"),
         ({"cpus_per_worker": "two"}, "--cpus-per-worker", "'two'"),
-        ({"gpus_per_node": "1"}, "--plan", "1 x --gpus-per-node 1 are 1"),
+        ({"gpus_per_node": "1"}, "--plan", "1 x 1 GPUs are 1"),
         ({"runtime_env": "nowhere.json"}, "--runtime-env", "No such file"),
         ({"runtime_env": "HERE/train.py"}, "--runtime-env", "no JSON"),
         ({"code": "nowhere"}, "--code", "nowhere"),
@@ -102,7 +102,7 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"shared": ""}, "--nodes", "2"),
         ({"shared": "", "nodes": ""}, "--mirror", "none"),
         ({"setup": ""}, "--setup", "none"),
-        ({"plan": "dp=2 device=cuda"}, "--plan", "no GPU (no gpus= in --to)"),
+        ({"plan": "dp=2 device=cuda"}, "--plan", "2 x 0 GPUs are 0"),
         ({"run": {"devices": "1:2"}}, "-n", "1:2"),
         ({"patch": "HERE/train.py"}, "--patch", "no JSON"),
         ({"patch": "HERE/sky-run.json"}, "--patch", "run"),

@@ -132,10 +132,10 @@ class TestGpus:
     @pytest.mark.parametrize(
         ("name", "plan", "options", "words"),
         [
-            ("slurm", "dp=32", {}, "for 32 devices: 2 x --gpus-per-node 8 are 16"),
-            ("slurm", "dp=2 device=cuda", {"gpus_per_node": "0"}, "2 x --gpus-per-node 0 are 0"),
-            ("kubernetes", "dp=8 device=cuda", {"gpus_per_node": "1"}, "2 x --gpus-per-node 1 are 2"),
-            ("sagemaker", "dp=8", {"gpus_per_node": "4"}, "1 x --gpus-per-node 4 are 4"),
+            ("slurm", "dp=32", {}, "for 32 devices: 2 x 8 GPUs are 16"),
+            ("slurm", "dp=2 device=cuda", {"gpus_per_node": "0"}, "2 x 0 GPUs are 0"),
+            ("kubernetes", "dp=8 device=cuda", {"gpus_per_node": "1"}, "2 x 1 GPUs are 2"),
+            ("sagemaker", "dp=8", {"gpus_per_node": "4"}, "1 x 4 GPUs are 4"),
         ],
     )
     def test_a_plan_for_more_than_there_are_is_refused(
@@ -252,7 +252,7 @@ class TestSky:
         recovery = {"recover_on_exit_codes": [75], "max_restarts_on_errors": 1}
         asked = {"accelerators": "L4:1", "use_spot": True, "job_recovery": recovery, "disk_size": 500}
         assert (task["resources"], task["secrets"], task["num_nodes"]) == (asked, {"A": None}, 2)
-        assert task["name"] == f"run-my-train-{given.token}"
+        assert task["name"] == f"my-train-{given.token}"
         assert prepared.commands[0][5:7] == ("--secret", "A")
         assert task["config"]["hooks"][0]["timeout"] == 40
 

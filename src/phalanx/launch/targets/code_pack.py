@@ -11,6 +11,7 @@ import os
 import re
 import stat
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +109,8 @@ class CodePack:
             RunError: a file is gone or has changed.
         """
         with tempfile.TemporaryDirectory(prefix="phalanx-code-") as here:
-            unpack(Path(here) / "pack", self.write(Path(here) / "pack"), folder)
+            self.write(Path(here) / "pack")
+            unpack(Path(here) / "pack", folder)
 
     def to_text(self) -> str:
         """Return the largest files and all links as text."""

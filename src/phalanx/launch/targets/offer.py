@@ -60,7 +60,7 @@ def gpus_of_node(plan: Plan, nodes: int, given: int | None) -> tuple[int, list[P
         return (0 if on_host(plan.device) else each), []
     if on_host(plan.device) or plan.devices <= nodes * given or (plan.device == "auto" and not given):
         return given, []
-    there = f"{plan}, for {plan.devices} devices: {nodes} x --gpus-per-node {given} are {nodes * given}"
+    there = f"{plan}, for {plan.devices} devices: {nodes} x {given} GPUs are {nodes * given}"
     nearest = resized(plan, nodes * given) or Plan(dp=nodes * given) if given else plan.on_any_device
     allowed, fix = f"a plan for at most {nodes * given} GPUs", f"--plan {shlex.quote(str(nearest))}"
     return given, [Problem(where="--plan", given=there, allowed=allowed, fix=fix)]

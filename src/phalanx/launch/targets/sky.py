@@ -24,9 +24,9 @@ from phalanx.hardware.catalog import find, unknown
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets import option_checks as checks
 from phalanx.launch.targets.code_pack import CODE_OPTION, CodePack, folder_and_problems, job_within
-from phalanx.launch.targets.launch_folder import LAST_WORDS, State, append_new, attached_log, last_word
-from phalanx.launch.targets.offer import Offer, ask_program, misfit
-from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission, own_words
+from phalanx.launch.targets.launch_folder import LAST_WORDS, State, fetched_log, last_word
+from phalanx.launch.targets.offer import Offer, ask_program, gpus_of_node
+from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission
 
 OPTIONS = {
     "nodes": Option(help="nodes, each with an equal part of the plan's processes [1]", example="2", kind="count"),
@@ -58,7 +58,7 @@ _STATES: Mapping[str, State] = {
     "SUCCEEDED": "ended",
     "CANCELLED": "stopped",
 }
-_REFUSES, _COLOUR = "SkyPilot refuses it: ", re.compile(r"\x1b\[[0-9;]*m")
+_COLOUR, _OF_NODE = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"^\([^()]*\) (?=\[rank \d)")
 
 
 @final
@@ -74,7 +74,7 @@ class SkyTarget(QueueTarget):
         given = {key: value for key, _, value in words}
         name, _, count = given.get("gpus", "").partition(":")
         wrong = [key for key, value in given.items() if key not in _RESOURCES or bool(value) == (key == "spot")]
-        wrong += ["gpus"] if not checks.is_count(count or "1", 1) else []
+        wrong += ["gpus"] if not re.fullmatch("[1-9][0-9]{0,4}", count or "1") else []
         if wrong or len(given) < len(words):
             what = f"'sky:{address}', with {', '.join(wrong) or 'a key twice'}"
             allowed = f"spot, and {', '.join(f'{key}=' for key in _RESOURCES if key != 'spot')}; more by --patch"
@@ -90,8 +90,8 @@ class SkyTarget(QueueTarget):
         code, wrong = folder_and_problems(run.job, options.get("code"))
         nodes, patch, there = values.get("nodes", 1), values.get("patch", {}), options.get("shared") or "phalanx-run"
         problems += [*wrong, *checks.uneven_nodes(run.plan, nodes), *checks.changing_devices(run, "SkyPilot")]
-        offer = self.offer(options) or Offer(nodes=nodes, devices=0, by="no gpus= in --to")
-        problems += [*_wrong_parts(run, nodes, options, patch), *filter(None, [misfit(run.plan, offer)])]
+        _, too_few = gpus_of_node(run.plan, nodes, self.gpus if self.device else 0)
+        problems += [*_wrong_parts(run, nodes, options, patch), *too_few]
         if problems:
             raise SpecError(problems)
         path, text = submission.folder / TASK, replace(run, job=job_within(run.job, code), folder=Path(there)).to_toml()
@@ -108,7 +108,7 @@ class SkyTarget(QueueTarget):
         agent = shlex.join([submission.python, "-m", "phalanx.launch.targets.node_agent"])
         patience = math.ceil(submission.run.grace) + checks.SAVE_MARGIN
         return {
-            "name": re.sub("[^A-Za-z0-9]+", "-", f"run-{submission.name}-{submission.token}"),
+            "name": submission.job_name,
             "num_nodes": nodes,
             "resources": {**self.resources, "job_recovery": {"recover_on_exit_codes": [SAVED]}},
             "setup": f"set -e\n{submission.options.get('setup', '')}\n",
@@ -117,17 +117,14 @@ class SkyTarget(QueueTarget):
         }
 
     def offer(self, options: Mapping[str, str]) -> Offer | None:
-        nodes, entry = checks.to_count(options.get("nodes", "1")) or 1, self.device
-        return Offer(nodes=nodes, devices=self.gpus, device=entry.device.name, by="--to") if entry else None
+        nodes = checks.read_options(OPTIONS, options)[0].get("nodes", 1)
+        return Offer(nodes=nodes, devices=self.gpus, device=self.device.device.name) if self.device else None
 
-    def why_not(self, prepared: Prepared, patience: float = 60.0) -> str:
+    def try_out(self, prepared: Prepared, patience: float) -> bool:
         with tempfile.TemporaryDirectory(prefix="phalanx-sky-") as folder:
             replace_text(path := Path(folder) / TASK, prepared.files[prepared.submission.folder / TASK])
-            try:
-                _ask("launch", "--dryrun", "--yes", str(path), patience=patience)
-            except RunError as error:
-                return own_words(error).removeprefix(_REFUSES)
-        return ""
+            _ask("launch", "--dryrun", "--yes", str(path), patience=patience)
+        return True
 
     def submit(self, prepared: Prepared) -> Mapping[str, Any]:
         task = json.loads(prepared.files[prepared.submission.folder / TASK])
@@ -159,22 +156,19 @@ class SkyTarget(QueueTarget):
         _ask("jobs", "cancel", "--yes", "--name", ticket["job"])
 
     def log(self, ticket: Mapping[str, Any], folder: Path, rank: int | None) -> Path:
-        everything, path = attached_log(folder, None), attached_log(folder, rank)
+        lines = list[str]()
         with suppress(RunError):  # no node is there
-            append_new(everything, _ask("jobs", "logs", "--no-follow", "--name", ticket["job"]).splitlines())
-        if rank is not None and everything.exists():
-            lines = (line.partition(f"[rank {rank}] ") for line in everything.read_text().splitlines(keepends=True))
-            replace_text(path, "".join(text for _, found, text in lines if found))
-        return path
+            lines = _ask("jobs", "logs", "--no-follow", "--name", ticket["job"]).splitlines()
+        return fetched_log(folder, ticket["job"], [_OF_NODE.sub("", line) for line in lines], rank)
 
 
 def _ask(*words: str, patience: float = 120.0) -> str:
     lacking = "pip install 'skypilot[aws]', or of another cloud; --dry-run shows the task to take elsewhere"
-    done = ask_program(("sky", *words), "SkyPilot", patience, lacking, "sky api info")
-    if done.returncode:
-        said = _COLOUR.sub("", done.stderr or done.stdout).strip() or f"sky ended with {done.returncode}"
-        raise RunError(f"{_REFUSES}{said}\n    try: sky check, which says what clouds there are")
-    return _COLOUR.sub("", done.stdout)
+    helps = "sky check, which says what clouds there are"
+    try:
+        return _COLOUR.sub("", ask_program(("sky", *words), "SkyPilot", patience, lacking, helps))
+    except RunError as error:
+        raise RunError(_COLOUR.sub("", str(error))) from None
 
 
 def _table(patch: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -185,8 +179,6 @@ def _wrong_parts(run: RunSpec, nodes: int, options: Mapping[str, str], patch: Ma
     setup, far = options.get("setup", ""), bool(options.get("shared"))
     own = sorted({"name", "num_nodes", "run", "workdir", setup and "setup"} & patch.keys())
     installs = setup or "setup" in patch or "image_id" in _table(patch, "resources")
-    given = {**_table(patch, "envs"), **_table(patch, "secrets")}
-    told = "text that all may read who see the task", '{"secrets": {"NAME": null}} in --patch: of this shell'
     shares = "1, or --shared: all nodes need the run folder", "--shared /data/runs/1"
     keeps = "a bucket, or --shared: a disk goes with its machine", "--mirror s3://bucket/runs/1"
     found = [
@@ -194,7 +186,5 @@ def _wrong_parts(run: RunSpec, nodes: int, options: Mapping[str, str], patch: Ma
         ("mirror", "none" * (nodes == 1 and not far and not run.mirror), *keeps),
         ("patch", ", ".join(own), "parts of a task that a launch does not set itself", "--patch without them"),
         ("setup", "none" * (not installs), "lines that install Phalanx there", "--setup 'pip install phalanx'"),
-        ("setup", ", ".join(checks.secrets_set(setup)), *told),
-        ("patch", ", ".join(checks.secret_names(name for name in given if given[name])), *told),
     ]
     return [checks.wrong_option(OPTIONS, name, said, *allowed) for name, said, *allowed in found if said]
