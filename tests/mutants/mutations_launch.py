@@ -25,20 +25,6 @@ LAUNCH = (
         (f"test {TABLES} how_a_run_stands",),
     ),
     Mutation(
-        "sky: a run that saved as its machine had to go is not started again",
-        f"{TARGETS}/sky.py",
-        '{"recover_on_exit_codes": [SAVED]}',
-        "{}",
-        (f"test {OPTIONS} patch_is_merged_into_the_task",),
-    ),
-    Mutation(
-        "sky: the value of a secret stands in the task",
-        f"{TARGETS}/sky.py",
-        "for name in given if given[name]",
-        "for name in given if not given[name]",
-        (f"test {TABLES} no_secret_is_written",),
-    ),
-    Mutation(
         "slurm: seconds of a time limit are rounded down to minutes",
         f"{TARGETS}/slurm.py",
         "math.ceil(limit / 60)",
