@@ -137,7 +137,7 @@ def test_a_loop_that_is_not_named_or_not_there(name: str, tmp_path: Path) -> Non
     [
         ("def train(): ...\n", ("no function job()", "it has: train", "def job() -> px.Job")),
         (GOOD + "\njob = job()\n", ("job is a Job, not a function",)),
-        ("def job(size): ...\n", ("job(size)", "'size'")),
+        ("def job(size): ...\n", ("job() missing", "'size'")),
         ("def job():\n    pass\n", ("None", "px.Job(")),
         ("def job():\n    return {'batch': 4}\n", ("dict", "px.Job(")),
         ("def job():\n    raise KeyError('digits')\n", ("job() in ", "KeyError: 'digits'", "and there job()")),

@@ -47,11 +47,9 @@ class Failure:
     Attributes:
         step: the optimizer step it had reported last, ``None`` before the first.
         kind: class name of its exception, ``signal 9`` and the like, or ``exit 0``.
-        message: the exception's text, or what was seen from outside.
-        traceback: the worker's own traceback; empty where there is none.
         time: seconds on the machine's monotonic clock.
         lost_peer: the exception only reports that another worker is gone.
-        signal: the signal that ended the worker, 0 where none did.
+        signal: the signal that ended the worker, or 0.
         expected: raised by Phalanx on purpose; its message already says what to do.
         everywhere: by all ranks together.
         problems: of a SpecError, each as JSON: it is raised again as what it was.

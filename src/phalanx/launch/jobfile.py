@@ -11,7 +11,6 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import os
 import re
 import sys
@@ -114,7 +113,6 @@ def load_job(reference: str) -> Job:
     with _left_alone(), overriding(overrides):
         module = _loaded(where, reference, overrides)
         function = _find(module, where, reference)
-        _needs_no_arguments(function, where, reference)
         call = f"{where.function}()"
         with _explained(f"{call} in {reference}", module.__file__, reference, then=call):
             job = function()
@@ -339,12 +337,3 @@ def _find(
         what = "a Job" if isinstance(function, Job) else f"of type {type(function).__name__}"
         raise SpecError.of(reference, f"{where.function} is {what}, not a function", meant, define)
     return function
-
-
-def _needs_no_arguments(function: Callable[..., object], where: Reference, reference: str) -> None:
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        given = f"{where.function}{inspect.signature(function)}: {error}"
-        allowed = "a function that can be called without arguments"
-        raise SpecError.of(reference, given, allowed, f"def {where.function}() -> px.Job:") from None

@@ -31,11 +31,9 @@ class RunFolder:
     """
 
     def __init__(self, run: RunSpec, *, job: Job | None = None, given: Path | None = None) -> None:
-        """
-        Args:
-            job: what the run trains, with the run's overrides; without it a checkpoint is not held against it.
-            given: the file that ``run`` was read from, if any. The folder's own ``run.toml`` is no reason to refuse the
-                folder as long as nothing has happened in it.
+        """``job`` has the run's overrides; a checkpoint must be of it. ``given``: the file that ``run`` was read from.
+
+        The folder's own ``run.toml`` may be that file as long as nothing has happened in the folder.
         """
         self.folder, self.run = run.folder, run
         self._job, self._given = job, given

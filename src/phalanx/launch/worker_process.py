@@ -67,7 +67,6 @@ class Launch:
         function: run by each worker. Its result must be JSON.
         run: the run that they train; ``None`` if ``function`` is no run.
         threads: for each worker; its share of this machine's cores if ``None``.
-        timeout: seconds that workers wait for each other.
     """
 
     world_size: int
