@@ -83,8 +83,7 @@ def fit(
     _need_cores(cores)
     if place is not None:
         return _take_part(asked, spec, place, cores, watch)
-    loadable = isinstance(run, RunSpec)
-    there = RunStarter(launcher=starter, cores=cores, loadable=loadable)
+    there = RunStarter(launcher=starter, cores=cores, loadable=isinstance(run, RunSpec))
     with looked_on(watch, spec.folder / EVENTS) as look:
         try:
             train_here(asked, spec, there, look)
