@@ -170,7 +170,8 @@ def _refuse_another_job(run: RunSpec, job: Job, newest: Path) -> None:
             where="run.resume",
             given=f"{newest}, which belongs to another job ({differs})",
             allowed="the job as it was: else a step would mean other samples",
-            fix=", ".join(f"{name}={saved[name]!r}" for name in other),
+            fix=("resume=True, " if other == ["batch"] else "in the job: ")
+            + ", ".join(f"{name}={saved[name]!r}" for name in other),
         )
 
 
