@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutant_checks import TESTS
+from mutant_checks import TESTS, check
 from mutant_jobs import JOBS
 from mutation import SOURCE
-from run_mutants import ALL, Found, judged
+from run_mutants import ALL, KERNEL, Found, judged
 
 from phalanx.config import Plan
 
@@ -60,3 +60,8 @@ def test_the_page_has_each_fault_and_a_check_of_it() -> None:
 def test_faults_lie_in_every_package() -> None:
     packages = {path.name for path in SOURCE.iterdir() if path.is_dir() and not path.name.startswith("_")} - {"demo"}
     assert packages - {one.file.partition("/")[0] for one in ALL} == set()
+
+
+@pytest.mark.parametrize("words", KERNEL)
+def test_the_check_finds_nothing_wrong(words: str) -> None:
+    assert check(words) == ""

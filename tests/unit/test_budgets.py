@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections import Counter
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +33,6 @@ MECHANISMS = {
     "runs other programs": r"subprocess\.(run|check_output)\(",
 }
 """A pattern of each mechanism; its budget is the number of files in which the pattern stands."""
-# A thousand words of docstrings may have so many of these in the end; reported, not yet held.
-WORDS = {"what": 1, "where": 2, "that": 10, "of": 20}
 
 
 @cache
@@ -87,18 +84,8 @@ def test_a_folder_without_a_budget_fails_the_suite() -> None:
     assert [line.split()[0] for line in SuiteMinutes.over(suite)] == ["tests/new"]
 
 
-def words_of_docstrings() -> dict[str, float]:
-    """Return how often each of ``WORDS`` stands among 1,000 words of docstrings."""
-    found: Counter[str] = Counter()
-    for path in SOURCE.rglob("*.py"):
-        for node in nodes_of(path):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                found.update(re.findall(r"[a-z']+", (ast.get_docstring(node) or "").lower()))
-    return {word: 1000 * found[word] / found.total() for word in WORDS}
-
-
 def main() -> None:
-    """Lower the budgets to what is counted now, and print the words of docstrings beside their budgets."""
+    """Lower the budgets to the present counts."""
     now = counted()
     had = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
     for kind, rows in now.items():
@@ -110,8 +97,6 @@ def main() -> None:
         for kind, rows in now.items()
     ]
     BUDGETS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    for word, often in words_of_docstrings().items():
-        print(f"{word}: {often:.1f} of 1,000 words in docstrings; in the end at most {WORDS[word]}")
 
 
 if __name__ == "__main__":
