@@ -29,7 +29,7 @@ import phalanx as px
 from forecast_models import JOBS, plans
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import PhalanxError, ProfileError
-from phalanx.events import read
+from phalanx.events import RunLog
 from phalanx.forecast import Forecast, Work, forecast
 from phalanx.hardware.calibrate import default_path, wait_until_quiet
 from phalanx.preflight import cluster_for
@@ -236,7 +236,7 @@ def measured(job: px.Job, plan: Plan) -> float:
 
 
 def _steps(folder: Path) -> Iterator[dict[str, Any]]:
-    return (event for event in read(folder / "events.jsonl") if event["event"] == "step")
+    return (event for event in RunLog(folder).events if event["event"] == "step")
 
 
 def _calibrated(path: Path) -> str:

@@ -25,7 +25,7 @@ from compare import announce
 from phalanx.config import RunSpec
 from phalanx.demo.jobs.digits import job as digits_job
 from phalanx.demo.jobs.gpt import gpt_job
-from phalanx.events import read
+from phalanx.events import RunLog
 from stored import load, save
 
 RESULTS = "quality"
@@ -176,7 +176,7 @@ def final_loss(job: px.Job, plan: str, seed: int) -> float:
         folder = Path(scratch) / "run"
         run = RunSpec(job=job.name, plan=px.Plan.parse(plan), folder=folder, forecast="none")
         px.fit(replace(job, seed=seed), run=run, cores=1)
-        return [event for event in read(folder / "events.jsonl") if event["event"] == "evaluate"][-1]["loss"]
+        return [event for event in RunLog(folder).events if event["event"] == "evaluate"][-1]["loss"]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from compare import announce
 from emulator import Hosts, train_between
 from phalanx.config import Plan, RunSpec
 from phalanx.demo.jobs.gpt import gpt_job, windows
-from phalanx.events import read
+from phalanx.events import RunLog
 
 DDP, DILOCO = "dp=2", "dp=2 sync=diloco every=25 outer_momentum=0.5 compress=int8"
 COMPRESSED = ("dp=2 compress=powersgd:16", "dp=2 compress=int8")
@@ -75,7 +75,7 @@ def run(name: str, plan: str, task: px.Job, network: dict[str, Any]) -> Arm:
         spec = RunSpec(job="gpt", plan=chosen, folder=Path(scratch) / "run", forecast="none")
         train_between(hosts, task, spec)
         sent = hosts.bytes_sent(0)
-        events = list(read(spec.folder / "events.jsonl"))
+        events = RunLog(spec.folder).events
     return arm(name, events, sent)
 
 

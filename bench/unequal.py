@@ -25,7 +25,7 @@ from compare import announce
 from emulator import Hosts, train_between
 from phalanx.config import Plan, RunSpec
 from phalanx.demo.jobs.gpt import gpt_job
-from phalanx.events import read
+from phalanx.events import RunLog
 
 EVEN = "dp=2"
 PLANS = ("dp=2 shares=auto", "server=1 dp=2 staleness=4", "server=1 dp=2 staleness=unbounded")
@@ -55,7 +55,7 @@ def run(plan: str, steps: int, slow: float, *, alone: int | None = None) -> Rate
             hosts.throttle(0 if alone else 1, slow)
         spec = RunSpec(job="gpt", plan=chosen, folder=Path(scratch) / "run", forecast="none")
         train_between(hosts, task, spec)
-        events = list(read(spec.folder / "events.jsonl"))
+        events = RunLog(spec.folder).events
     taken = [event for event in events if event["event"] == "step"]
     warm = len(taken) // 3  # shares have settled by then
     seconds = taken[-1]["time"] - taken[warm]["time"]

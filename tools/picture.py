@@ -5,18 +5,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.terminal_theme import DIMMED_MONOKAI
-
 from phalanx.demo.tour import Result, Stop, tour_table
 from phalanx.hardware import cluster
+from phalanx.report.render import as_svg
 from phalanx.report.tables import Scaled
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "demo.svg"
@@ -30,12 +26,7 @@ def result_of(answer: dict[str, Any]) -> Result:
 
 def drawn(result: Result) -> str:
     """The table in a terminal window, as SVG."""
-    console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    console.print("[bold green]$[/] phalanx demo", highlight=False)
-    console.print(tour_table(result), highlight=False)
-    svg = console.export_svg(title="phalanx demo", theme=DIMMED_MONOKAI, unique_id="demo")
-    # Pages that show it load nothing from elsewhere.
-    return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL).replace("Fira Code", "Menlo, Consolas")
+    return as_svg("phalanx demo", "[bold green]$[/] phalanx demo", tour_table(result), width=80)
 
 
 def main() -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+
+from rich.console import RenderableType
+from rich.text import Text
 
 from phalanx.config.plan import Schedule
 from phalanx.placement.schedules import bubble, order, timed
-from phalanx.report.drawing import GREY, LEFT, ROW, svg_legend, svg_rows
+from phalanx.report.drawing import Timeline, lines
+from phalanx.report.render import as_svg
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "pipeline.svg"
 DRAWN: tuple[tuple[Schedule, int, int], ...] = (
@@ -16,33 +21,27 @@ DRAWN: tuple[tuple[Schedule, int, int], ...] = (
     ("interleaved", 2, 4),
     ("zero-bubble", 2, 4),
 )
-RANKS = 2
-WIDTH, GAP = 720, 34
+RANKS, WIDTH, NAMES = 2, 110, 15  # columns of the picture, and of a line's name
 
 
-def timeline(schedule: Schedule, stages: int, micros: int, top: int) -> list[str]:
-    """One schedule under its title."""
-    laid = order(schedule, RANKS, stages, micros)
+def timelines() -> Iterator[RenderableType]:
+    """Yield each schedule under its title, all on one scale: more micro-batches and stages are as much shorter."""
     longest = max(max(one.end for one in timed(order(s, RANKS, k, m))) / (k * m) for s, k, m in DRAWN)
-    # The same batch and the same model everywhere: more micro-batches and more stages are as much shorter.
-    unit = (WIDTH - LEFT - 10) / longest / (stages * micros)
-    title = f"{schedule}, {micros} micro-batch{'es' if micros > 1 else ''}: {100 * bubble(laid):.0f} % idle"
-    head = f'<text x="{LEFT}" y="{top + 12}" fill="{GREY}" font-weight="bold">{title}</text>'
-    return [head, *svg_rows(timed(laid), [f"rank {rank}" for rank in range(RANKS)], top + 20, unit)]
+    for schedule, stages, micros in DRAWN:
+        laid = order(schedule, RANKS, stages, micros)
+        one = Timeline(title="", actions=tuple(timed(laid)), ranks=tuple(range(RANKS)))
+        many = f"{micros} micro-batch{'es' if micros > 1 else ''}"
+        yield Text(f"{schedule}, {many}: {100 * bubble(laid):.0f} % idle", style="bold")
+        yield from lines(one, NAMES + round((WIDTH - NAMES) * one.length / longest / (stages * micros)))
+        yield ""
+    yield Text(
+        "F forward, B backward, I its half for inputs, W its half for weights, each with its micro-batch; · idle"
+    )
 
 
 def drawn() -> str:
-    """All of them, one below the other."""
-    each = 20 + RANKS * ROW + GAP - 20
-    parts: list[str] = []
-    for index, (schedule, stages, micros) in enumerate(DRAWN):
-        parts += timeline(schedule, stages, micros, 6 + index * each)
-    bottom = 6 + len(DRAWN) * each
-    body = "\n".join([*parts, *svg_legend(bottom)])
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 24}" font-size="12"'
-        f' font-family="Helvetica, Arial, sans-serif">\n{body}\n</svg>\n'
-    )
+    """Return all of them, one below the other, as an SVG document."""
+    return as_svg("two ranks, the same model and the same batch", *timelines(), width=WIDTH)
 
 
 if __name__ == "__main__":

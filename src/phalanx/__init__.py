@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         weighted,
     )
     from phalanx.errors import PhalanxError
-    from phalanx.report.to_keras import to_keras
+    from phalanx.report.run_results import to_keras
     from phalanx.sweep import sweep
     from phalanx.train.batch_scaling import linear_scaling
     from phalanx.train.keras.keras_job import from_keras
@@ -72,7 +72,7 @@ _WHERE = {
     "linear_scaling": "phalanx.train.batch_scaling",
     "ray_report": "phalanx.train.ray_train",
     "from_keras": "phalanx.train.keras.keras_job",
-    "to_keras": "phalanx.report.to_keras",
+    "to_keras": "phalanx.report.run_results",
 }
 
 __all__ = [

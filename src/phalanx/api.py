@@ -117,8 +117,9 @@ def start(
         RefusedError: as of ``fit``: no run has begun then.
     """
     from phalanx.launch.side_process import BackgroundRun
+    from phalanx.events.following import Follower
     from phalanx.preflight.supervised_run import RunStarter, train_here
-    from phalanx.report.shown_progress import logged
+    from phalanx.report.shown_progress import LoggedWarnings
 
     asked, spec, place, starter = _asked(job, plan, run, folder, launcher, settings)
     _need_cores(cores)
@@ -128,7 +129,7 @@ def start(
     there.refuse(spec)
 
     def work(begun: Callable[[], None]) -> None:
-        with logged(spec.folder / EVENTS) as look:
+        with Follower(spec.folder / EVENTS, [LoggedWarnings()]) as look:
             train_here(asked, spec, there, look, begun)
 
     process = BackgroundRun.begin(spec.folder, work)

@@ -16,7 +16,7 @@ from phalanx.config.fields import is_whole
 from phalanx.config.params import Value, params
 from phalanx.config.run_files import EVENTS
 from phalanx.errors import PhalanxError, Problem, SpecError
-from phalanx.report.summary import ended_since
+from phalanx.events import RunLog
 from phalanx.report.sweep_rows import SweepResult, SweepRow, Yardstick, numbers_of, reason_of
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ class SweepRuns:
         try:
             told["plan"] = str(self._trained(one, folder, label))
         except (KeyboardInterrupt, SystemExit):
-            if not ended_since(folder, began):
+            if not RunLog(folder).ended_since(began):
                 told |= {"outcome": "stopped", "reason": "asked to stop"}
             raise
         except Exception as error:  # a job of any make

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 import phalanx as px
 from phalanx.cli import main
-from phalanx.events import faults, read
+from phalanx.events import RunLog, faults
 
 JOBS = """
 import time
@@ -91,7 +91,7 @@ class TestTrain:
         folder = Path(answer["folder"])
         assert folder == Path("runs/toy-1")
         assert {path.name for path in folder.iterdir()} >= {"run.toml", "plan.toml", "events.jsonl", "checkpoints"}
-        assert [fault for event in read(folder / "events.jsonl") for fault in faults(event)] == []
+        assert [fault for event in RunLog(folder).events for fault in faults(event)] == []
 
         result = invoke("train", toy, "--plan", "single micro=6", "--steps", 3, "--explain", "--run", "out")
         assert result.exit_code == 0, result.output
@@ -122,7 +122,7 @@ class TestTrain:
         # the batch is the run's, not the job's
         assert (answer["first_step"], answer["step"], answer["batch"]) == (4, 6, 12)
         assert "goes on from step 4" in result.stderr
-        steps = [event["step"] for event in read(Path("out/events.jsonl")) if event["event"] == "step"]
+        steps = [event["step"] for event in RunLog(Path("out")).events if event["event"] == "step"]
         assert steps == [0, 1, 2, 3, 4, 5]
 
         done = invoke("train", toy, "--run", "out", "--resume")
@@ -253,7 +253,7 @@ def test_ctrl_c(toy: Path) -> None:
         process.kill()
         process.communicate()
     assert process.returncode == 130
-    assert [event["event"] for event in read(Path("out/events.jsonl"))][-1] == "stopped"
+    assert [event["event"] for event in RunLog(Path("out")).events][-1] == "stopped"
     assert f"try: phalanx train {toy}:slow --run out --resume" in said
     assert "Traceback" not in said
     assert [worker for worker in workers if worker.is_running()] == []

@@ -18,7 +18,7 @@ from law_rows import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
 from phalanx.errors import RefusedError, WorkerError
-from phalanx.events import read
+from phalanx.events import RunLog
 from phalanx.launch.local import launch
 from phalanx.parallel import assemble
 from phalanx.report.summary import RunSummary, summarise
@@ -124,7 +124,7 @@ class TestRuns:
 
         plan = f"dp=2 precision=fp16 compress={compress}"
         fit(plan, tmp_path, loss=loss, epochs=6, optimizer=lambda params: torch.optim.SGD(params, lr=2.0**-12))
-        steps = [event for event in read(tmp_path / "events.jsonl") if event["event"] == "step"]
+        steps = [event for event in RunLog(tmp_path).events if event["event"] == "step"]
         assert steps[0]["skipped"]
         assert not steps[-1]["skipped"]
         assert steps[-1]["loss"] < steps[0]["loss"]
@@ -152,7 +152,7 @@ class TestRuns:
         }
         plan = "dp=2 precision=fp16 compress=topk:0.1"
         fit(plan, tmp_path, model=Ten, data=rows, batch=2, epochs=1, shuffle=False, **how)
-        steps = [event for event in read(tmp_path / "events.jsonl") if event["event"] == "step"]
+        steps = [event for event in RunLog(tmp_path).events if event["event"] == "step"]
         assert [step["skipped"] for step in steps] == [False, True, *[False] * 13]
         assert steps[-1]["loss"] == -10 * 2.0**-6
 

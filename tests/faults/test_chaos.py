@@ -23,7 +23,7 @@ from chaos.injector import InjectedRun
 from phalanx.checkpoint.writing import FileContent
 from phalanx.cli import main
 from phalanx.errors import RunError
-from phalanx.events import read
+from phalanx.events import RunLog
 
 LOOKS = Looks()  # of who strikes at what the run has done
 JOB = '''
@@ -150,7 +150,7 @@ def test_kills_lose_nothing_under_shards(job: str, tmp_path: Path) -> None:
     assert (verdict.weights.differing, verdict.weights.allowed) == (0, 0.0)
     assert verdict.weights.tensors > 8  # the optimizer's, too
     assert "nothing was lost" in str(verdict)
-    starts = [one for one in read(tmp_path / "chaos/disturbed-1/run/events.jsonl") if one["event"] == "start"]
+    starts = [one for one in RunLog(tmp_path / "chaos/disturbed-1/run").events if one["event"] == "start"]
     assert [one["world_size"] for one in starts] == [2] * 6
 
 

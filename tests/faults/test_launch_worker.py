@@ -16,7 +16,7 @@ import phalanx as px
 from phalanx.comm import Place
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import SpecError
-from phalanx.events import read
+from phalanx.events import RunLog
 from phalanx.launch import worker
 from phalanx.launch.torchrun import place_from_environment
 from phalanx.launch.worker import WorkerStatus, main
@@ -90,20 +90,20 @@ def test_a_failure_stands_in_the_events_and_the_folder_is_then_taken(
     monkeypatch.setattr(worker, "leave_compiler_out", lambda: None)  # this process is the tests'
     runfile = prepare(tmp_path, Plan())
     assert main(runfile) == 3
-    events = list(read(runfile.with_name("events.jsonl")))
+    events = RunLog(runfile.parent).events
     assert events[-1]["event"] == "error"
     assert (events[-1]["rank"], events[-1]["step"], events[-1]["kind"]) == (0, 2, "ValueError")
     capsys.readouterr()
     assert main(runfile) == 2
     assert "holds a run" in capsys.readouterr().err
-    assert len(list(read(runfile.with_name("events.jsonl")))) == len(events)
+    assert len(RunLog(runfile.parent).events) == len(events)
 
 
 def test_job_code_that_leaves_has_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "leave_compiler_out", lambda: None)  # this process is the tests'
     runfile = prepare(tmp_path, Plan(), fault="raise SystemExit(0)")
     assert main(runfile) == 3
-    assert list(read(runfile.with_name("events.jsonl")))[-1]["event"] == "error"
+    assert RunLog(runfile.parent).events[-1]["event"] == "error"
 
 
 def test_what_fails_by_its_own_code_is_said_once_and_not_trained_again_by_torchrun(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_what_fails_by_its_own_code_is_said_once_and_not_trained_again_by_torchr
     assert "rank 0 of 2" not in said
     assert "Connection closed" not in said
     assert "go on with resume = true" in said
-    events = list(read(runfile.with_name("events.jsonl")))
+    events = RunLog(runfile.parent).events
     kinds = [event["event"] for event in events]
     assert (kinds.count("start"), kinds.count("resume"), kinds.count("error")) == (1, 0, 1)
     (error,) = [event for event in events if event["event"] == "error"]
@@ -131,7 +131,7 @@ def test_who_does_not_come_is_named_where_ranks_have_no_launcher(tmp_path: Path)
     done = subprocess.run(
         [*command, "-m", "phalanx", "worker", str(runfile)], capture_output=True, text=True, timeout=100
     )
-    (hang,) = [event for event in read(runfile.with_name("events.jsonl")) if event["event"] == "hang"]
+    (hang,) = [event for event in RunLog(runfile.parent).events if event["event"] == "hang"]
     assert (hang["ranks"], hang["cause"], hang["step"]) == ([1], "absent", 2)
     assert "job_that_fails.py" in hang["message"]
     assert hang["message"] in done.stderr

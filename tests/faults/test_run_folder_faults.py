@@ -26,7 +26,7 @@ from phalanx.cli import main
 from phalanx.config import RunSpec
 from phalanx.config.run_files import RUN_FILES
 from phalanx.errors import PhalanxError, SpecError, WorkerError
-from phalanx.events import read
+from phalanx.events import RunLog
 from phalanx.launch.runfile import RunFolder
 
 TOY = """
@@ -268,7 +268,7 @@ def test_a_reader_that_has_seen_enough_ends_no_run(toy: Path, closed: str) -> No
     done = subprocess.run(argv, check=False, timeout=100, **to)
     os.close(writing)
     assert done.returncode == 0
-    assert [event["step"] for event in read(Path("out/events.jsonl")) if event["event"] == "end"] == [8]
+    assert [event["step"] for event in RunLog(Path("out")).events if event["event"] == "end"] == [8]
     assert b"Traceback" not in (done.stderr or b"")
 
 

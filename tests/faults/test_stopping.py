@@ -24,7 +24,7 @@ from law_rows import longer
 from phalanx.checkpoint import latest
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RunError, WorkerError
-from phalanx.events import read
+from phalanx.events import RunLog
 
 STEPS, AT = 8, 3
 
@@ -71,7 +71,7 @@ def undisturbed(plan: str) -> px.Run:
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [event for event in read(folder / "events.jsonl") if event["event"] == name]
+    return [event for event in RunLog(folder).events if event["event"] == name]
 
 
 def stops(given: px.Job, run: RunSpec, watch: Callable[[], None] | None = None) -> int:

@@ -25,7 +25,7 @@ MECHANISMS = {
     "starts threads": r"threading\.Thread\(|Thread\(target",
     "handles signals": r"signal\.signal\(",
     "reads a clock": r"time\.(monotonic|time|perf_counter)\(",
-    "reads the event log": r"\bread\((log|folder|self\.folder|run)\b|from phalanx\.events import .*\bread\b",
+    "reads the event log": r"\bEventReader\(",
     "makes digests": r"hashlib\.",
     "intercepts torch": r"Torch(Dispatch|Function)Mode|\breplaced\(",
     "lets ranks agree": r"from_every_rank|all_gather\(|broadcast\(",

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 
 from phalanx.errors import SpecError
-from phalanx.events import EventLog, EventReader, faults, read
+from phalanx.events import EventLog, EventReader, RunLog, faults
 
 pytestmark = pytest.mark.quick
 
 
 def test_events_come_back_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "events.jsonl"
-    with EventLog(path) as log:
+    with EventLog(tmp_path / "run" / "events.jsonl") as log:
         log.write("warning", message="a")
         log.write("resume", step=3, path="checkpoints/step-00000003")
-    events = list(read(path))
+    events = RunLog(tmp_path / "run").events
     assert [event["event"] for event in events] == ["warning", "resume"]
     assert [faults(event) for event in events] == [[], []]
 
@@ -40,7 +39,7 @@ def test_a_reader_waits_for_a_whole_line(tmp_path: Path) -> None:
 def test_numbers_that_json_lacks_become_null_at_any_depth(tmp_path: Path) -> None:
     with EventLog(tmp_path / "e") as log:
         log.write("evaluate", step=1, loss=float("inf"), samples=2, seconds=1.0, metrics={"accuracy": float("nan")})
-    (event,) = read(tmp_path / "e")
+    (event,) = EventReader(tmp_path / "e").new()
     assert (event["loss"], event["metrics"]) == (None, {"accuracy": None})
     assert faults(event) == []
 
@@ -49,11 +48,55 @@ def test_a_line_left_half_written_does_not_spoil_the_next(tmp_path: Path) -> Non
     (tmp_path / "e").write_bytes(b'{"event": "warning", "message": "whole"}\n{"event": "warning", "mess')
     with EventLog(tmp_path / "e") as log:
         log.write("warning", message="next")
-    assert [event["message"] for event in read(tmp_path / "e")] == ["whole", "next"]
+    assert [event["message"] for event in EventReader(tmp_path / "e").new()] == ["whole", "next"]
 
 
 def messages(path: Path) -> list[str]:
-    return [event["message"] for event in read(path) if event["event"] == "warning"]
+    return [event["message"] for event in EventReader(path).new() if event["event"] == "warning"]
+
+
+START = {"schema": "1", "job": "j", "plan": "dp=2", "world_size": 2, "device": "cpu", "batch": 3, "total_steps": 9}
+WORDS: dict[str, dict[str, Any]] = {
+    "start": {**START, "first_step": 0, "parameters": 1, "notes": []},
+    "resume": {"step": 3, "path": "checkpoints/step-00000003"},
+    "stopped": {"step": 3, "signal": "SIGTERM"},
+    "error": {"rank": 0, "step": 3, "kind": "ValueError", "message": "m", "lost": False},
+    "end": {"step": 9, "samples": 27, "seconds": 1.0, "loss": 0.5},
+    "warning": {"message": "late"},
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "outcome"),
+    [
+        ("", ""),
+        ("warning", ""),
+        ("start", "unknown"),
+        ("start end warning", "ended"),
+        ("start error", "failed"),
+        ("start stopped", "stopped"),
+        ("start error resume", "unknown"),
+        ("start end start", "unknown"),
+        ("start stopped start resume end", "ended"),
+    ],
+)
+def test_the_outcome_of_a_run_is_that_of_its_last_start(tmp_path: Path, words: str, outcome: str) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for word in words.split():
+            log.write(word, **WORDS[word])
+    read = RunLog(tmp_path)
+    assert (read.outcome, read.ended_since(0.0)) == (outcome, "end" in words)
+    assert [event["event"] for event in read.named("start")] == [word for word in words.split() if word == "start"]
+    if "start" in words:
+        assert [event["event"] for event in read.part] == ["start", *words.split("start")[-1].split()]
+    else:
+        with pytest.raises(SpecError, match="holds no log of a run"):
+            _ = read.part
+
+
+def test_a_log_that_is_a_link_tells_nothing(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").symlink_to(tmp_path / "other")
+    assert (RunLog(tmp_path).outcome, RunLog(tmp_path).ended_since(0.0)) == ("", False)
 
 
 class TestFullDisk:
@@ -81,7 +124,7 @@ class TestFullDisk:
             for number in range(1500):
                 log.write("warning", message=str(number))
             disk.room = 10**9
-        lost, *rest = read(tmp_path / "e")
+        lost, *rest = EventReader(tmp_path / "e").new()
         assert (lost["event"], lost["events"], lost["reason"]) == ("lost", 500, "No space left on device")
         assert faults(lost) == []
         assert [event["message"] for event in rest] == [str(number) for number in range(500, 1500)]
@@ -136,7 +179,7 @@ class TestStrangersLogs:
 
     def test_events_and_fields_of_a_later_version_are_taken(self, tmp_path: Path) -> None:
         (tmp_path / "e").write_text('{"event": "later"}\n{"event": "warning", "message": "m", "since_later": [1]}\n')
-        assert len(list(read(tmp_path / "e"))) == 2
+        assert len(EventReader(tmp_path / "e").new()) == 2
 
 
 class FullDisk:

@@ -15,11 +15,11 @@ from phalanx.config import Plan
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.events import EventLog, faults
 from phalanx.events.following import Event, Follower, Viewer
-from phalanx.report import trackers
-from phalanx.report.drawing import draw
+from phalanx.report.drawing import Timeline, draw
 from phalanx.report.progress import progress
 from phalanx.report.samples_seen import SamplesSeen, samples_seen
-from phalanx.report.summary import idle_share, summarise, summary_of
+from phalanx.report.shown_progress import TensorBoard
+from phalanx.report.summary import RunSummary, summarise
 from phalanx.report.tables import scaled, scaling_table, seen_table, summary_table
 
 MIB = 2**20
@@ -96,6 +96,11 @@ def write(folder: Path, events: list[Event]) -> Path:
     return path
 
 
+def summary_of(folder: Path, events: list[Event]) -> RunSummary:
+    write(folder, events)
+    return summarise(folder)
+
+
 def rendered(something: Any, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
     console.print(something)
@@ -107,13 +112,15 @@ def test_canned_events_follow_the_schema() -> None:
 
 
 class TestIdle:
-    def test_two_ranks(self) -> None:
+    def test_two_ranks(self, tmp_path: Path) -> None:
         first = [["F", 0, 0, 1.0, 2.0], ["B", 0, 0, 4.0, 5.0]]
         second = [["F", 1, 0, 2.0, 3.0], ["B", 1, 0, 3.0, 4.0]]
-        assert idle_share([first, second]) == 0.5  # 4 of 8 rank-seconds; what was before 1.0 is not counted
         events = [at(1.0, "timeline", rank=rank, step=3, actions=one) for rank, one in enumerate((first, second))]
         assert [fault for event in events for fault in faults(event)] == []
-        summary = summary_of([start(), *events], Path("run"))
+        found = Timeline.from_events(events)
+        assert found is not None
+        assert found.idle == 0.5  # 4 of 8 rank-seconds; the second before 1.0 does not count
+        summary = summary_of(tmp_path, [start(), *events])
         assert summary.idle == 0.5
         assert "50% of its ranks' time idle" in rendered(summary_table(summary))
 
@@ -142,7 +149,7 @@ class TestSummary:
 
     def test_a_run_without_steps_has_no_times(self, tmp_path: Path) -> None:
         end = {"event": "end", "time": 1.0, "step": 8, "samples": 0, "seconds": 0.0, "loss": None}
-        summary = summary_of([start(first_step=8), end], tmp_path)
+        summary = summary_of(tmp_path, [start(first_step=8), end])
         assert (summary.step_seconds, summary.samples_per_second, summary.loss, summary.step) == (None, None, None, 8)
         assert "time per step" not in rendered(summary_table(summary))
 
@@ -197,8 +204,8 @@ class TestSeen:
 
 class TestTables:
     def test_scaling_is_by_the_first_row(self, tmp_path: Path) -> None:
-        slow = summary_of([start(plan="single"), *(step(n, 1.0) for n in range(6))], tmp_path)
-        fast = summary_of([start(plan="dp=2"), *(step(n, 0.625) for n in range(6))], tmp_path)
+        slow = summary_of(tmp_path, [start(plan="single"), *(step(n, 1.0) for n in range(6))])
+        fast = summary_of(tmp_path, [start(plan="dp=2"), *(step(n, 0.625) for n in range(6))])
         row = scaled(fast, slow)
         assert (row.speed_up, row.efficiency, row.devices) == (1.6, 0.8, 2)
         assert "80%" in rendered(scaling_table([scaled(slow, slow), row]))
@@ -278,7 +285,7 @@ class TestTensorBoard:
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     def test_scalars_are_written(self, tmp_path: Path) -> None:
         pytest.importorskip("tensorboard")
-        tracker = trackers.TensorBoard(tmp_path)
+        tracker = TensorBoard(tmp_path)
         assert list(tmp_path.iterdir()) == []  # nothing starts before the workers do
         for event in canned():
             tracker.event(event)

@@ -18,7 +18,7 @@ from phalanx.checkpoint import BackgroundSaver, Saving
 from phalanx.comm import Place
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.errors import CheckpointError
-from phalanx.events import read
+from phalanx.events import RunLog
 from phalanx.events.schema import faults
 from phalanx.train.assembly import Assembly, build
 from phalanx.train.build_model import build_model
@@ -138,7 +138,7 @@ def test_it_pauses_where_something_is_due_and_does_all_once_at_the_end(tmp_path:
     assert stepper.moments == expected
     assert {key: summary[key] for key in ("step", "samples", "loss")} == {"step": 10, "samples": 10, "loss": 9.0}
     assert summary["evaluation"] == {"loss": 0.5, "samples": 3, "metrics": {}}
-    names = [(event["event"], event.get("step")) for event in read(tmp_path / "events.jsonl")]
+    names = [(event["event"], event.get("step")) for event in RunLog(tmp_path).events]
     assert [step for name, step in names if name == "step"] == [0, 3, 6, 9]
     assert [name for name, _ in names][-3:] == ["timing", "memory", "end"]
 
@@ -157,7 +157,7 @@ def test_a_request_to_stop_ends_it_after_the_step_that_is_under_way_with_a_check
     summary = looped(stepper, tmp_path, asked=lambda: signal.SIGTERM if stepper.taken == 4 else 0, **how)
     assert stepper.moments == [("save", 4)]
     assert (summary["step"], summary["stopped"]) == (4, signal.SIGTERM)
-    events = list(read(tmp_path / "events.jsonl"))
+    events = RunLog(tmp_path).events
     assert [(one["step"], one["signal"]) for one in events if one["event"] == "stopped"] == [(4, "SIGTERM")]
     assert [fault for event in events if event["event"] == "stopped" for fault in faults(event)] == []
 

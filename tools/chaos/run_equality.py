@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phalanx.config import Plan
-from phalanx.config.run_files import CHECKPOINTS, EVENTS, LEDGER
+from phalanx.config.run_files import CHECKPOINTS, LEDGER
 from phalanx.data import audit_run, records
 from phalanx.errors import CheckpointError, DataError
-from phalanx.events import read
+from phalanx.events import RunLog
 
 ROUNDING = 1e-4
 """Relative difference, of the whole tensor, that sums in another order may make over a short run in fp32."""
@@ -160,7 +160,7 @@ def compare_samples(one: Path, other: Path) -> SamplesCompared:
     wanted = read_ledger(one / LEDGER)
     try:
         seen = read_ledger(other / LEDGER)
-        start = next(event for event in read(other / EVENTS) if event["event"] == "start")
+        start = next(event for event in RunLog(other).events if event["event"] == "start")
         wrong = tuple(audit_run(other / LEDGER, start))
     except (DataError, OSError) as error:
         return SamplesCompared(steps=len(wanted), lost=0, doubled=0, wrong=(str(error),))

@@ -37,8 +37,8 @@ def command(ctx: click.Context, run: Path, as_json: bool) -> None:
     from rich.console import Group
     from rich.text import Text
 
-    from phalanx.report.samples_seen import samples_seen
-    from phalanx.report.tables import seen_table, troubles
+    from phalanx.report.samples_seen import samples_seen, troubles
+    from phalanx.report.tables import seen_table
 
     result, log = samples_seen(run), troubles(run)
     beside = [Text(f"  its log says: {sentence}") for sentence in log]

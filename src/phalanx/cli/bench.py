@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.options import PlanText, job_argument
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.output import answer, json_option
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run_files import EVENTS
 from phalanx.device_kinds import on_host
@@ -67,7 +67,7 @@ def command(job: str, counts: tuple[int, ...] | None, plans: tuple[Plan, ...], s
     chosen = _plans(counts, plans)
     refuse_plans(loaded, chosen)
 
-    from phalanx.report.tables import PlainConsole
+    from phalanx.report.render import PlainConsole
 
     _show_scaling(loaded, _measure(loaded, job, chosen, PlainConsole(stderr=True)), as_json)
 
@@ -85,18 +85,16 @@ def _steps_alone(job: Job, steps: int) -> Job:
 
 def _show_scaling(job: Job, summaries: Sequence[RunSummary], as_json: bool) -> None:
     """Print what was measured, each beside the first."""
-    from phalanx.report.tables import PlainConsole, scaled, scaling_table
+    from rich.console import Group
+    from rich.text import Text
+
+    from phalanx.report.tables import scaled, scaling_table
 
     rows = [scaled(summary, summaries[0]) for summary in summaries]
-    if as_json:
-        measured = {"job": job.name, "batch": job.batch, "steps": job.steps}
-        print_json({**measured, "plans": [asdict(row) for row in rows]})
-        return
-    stdout = PlainConsole()
-    stdout.print(f"{job.name}: {job.batch} samples a step, {job.steps} steps a plan", highlight=False)
-    stdout.print(scaling_table(rows), highlight=False)
-    if any(on_host(row.device) for row in rows):
-        stdout.print(f"[dim]{_CPU_NOTE}[/]", highlight=False)
+    told = {"job": job.name, "batch": job.batch, "steps": job.steps, "plans": [asdict(row) for row in rows]}
+    head = Text(f"{job.name}: {job.batch} samples a step, {job.steps} steps a plan")
+    note = [Text(_CPU_NOTE, style="dim")] if any(on_host(row.device) for row in rows) else []
+    answer(as_json, told, lambda _: Group(head, scaling_table(rows), *note))
 
 
 def _plans(counts: Sequence[int] | None, plans: Sequence[Plan]) -> list[Plan]:

@@ -58,7 +58,7 @@ def command(ctx: click.Context, job: str, to: str | None, python: str | None, as
     """
     from phalanx.launch.targets.find_target import find_target, settled_options
     from phalanx.preflight.launch_check import launch_check
-    from phalanx.report.command_tables import host_table
+    from phalanx.report.tables import host_table
 
     words = [*([job] if job.startswith("-") else []), *ctx.args]  # an option of a target, where there is no JOB
     job = "" if job.startswith("-") else job

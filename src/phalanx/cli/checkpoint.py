@@ -62,7 +62,7 @@ def list_command(place: Path, as_json: bool) -> None:
 
     Complete: all are there in full length. What is in them is not read; `phalanx checkpoint verify RUN` reads it.
     """
-    from phalanx.report.command_tables import checkpoints_table
+    from phalanx.report.tables import checkpoints_table
 
     told = [_told(one) for one in _found(place)]
     note = "complete: all files are there in full length"
@@ -80,7 +80,7 @@ def show_command(place: Path, step: int | None, as_json: bool) -> None:
     Without --from a newest one that is not complete is refused. Its tensors are not read: that does verify.
     """
     from phalanx.checkpoint import contents
-    from phalanx.report.command_tables import contents_table
+    from phalanx.report.tables import contents_table
 
     with _offering_older(place, step, "checkpoint show") as chosen:
         told = contents(chosen.path)
@@ -98,7 +98,7 @@ def verify_command(ctx: click.Context, place: Path, step: int | None, as_json: b
     Exit code 0: all are whole; 1: what is damaged is named.
     """
     from phalanx.checkpoint import verify
-    from phalanx.report.command_tables import verified_table
+    from phalanx.report.tables import verified_table
 
     chosen = _found(place) if step is None else [_chosen(place, step)]
     problems = {one.path.name: verify(one.path) for one in chosen}
@@ -119,7 +119,7 @@ def prune_command(place: Path, keep: int, keep_every: int, as_json: bool) -> Non
     """
     from phalanx.checkpoint import best_step, prune, verify
     from phalanx.files import refuse_taken
-    from phalanx.report.command_tables import checkpoints_table, pruned_notes
+    from phalanx.report.tables import checkpoints_table, pruned_notes
 
     _found(place)
     refuse_taken(_folder(place).parent)

@@ -29,7 +29,7 @@ def command(ctx: click.Context, devices: int | None, folder: Path | None, steps:
     """
     from phalanx.demo.tour import Tour, tour_table
     from phalanx.launch.runfile import default_folder
-    from phalanx.report.tables import PlainConsole
+    from phalanx.report.render import PlainConsole
 
     tour = Tour(
         folder=folder or default_folder("demo"), devices=devices, steps=steps, console=PlainConsole(stderr=True)

@@ -239,7 +239,7 @@ def looked_ahead(question: LaunchQuestion, *, checks: bool, quiet: bool, as_json
 
 def _tell(check: LaunchCheck, question: LaunchQuestion, *, quiet: bool, as_json: bool) -> None:
     """Show what fails as ``phalanx check`` does, and end; else what only costs time, a line each."""
-    from phalanx.report.command_tables import host_table
+    from phalanx.report.tables import host_table
 
     to = question.target.name if question.target else ""
     if check.would_fail:

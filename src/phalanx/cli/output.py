@@ -68,7 +68,7 @@ def answer(as_json: bool, told: dict[str, Any], view: Callable[[int], Any]) -> N
     if as_json:
         print_json(told)
         return
-    from phalanx.report.tables import PlainConsole
+    from phalanx.report.render import PlainConsole
 
     console = PlainConsole()
     console.print(view(console.width), highlight=False)

@@ -46,7 +46,8 @@ def command(ctx: click.Context, job: str, plan: Plan, steps: int, small: bool, a
     from phalanx.api import prove
     from phalanx.launch.jobfile import load_function, load_job
     from phalanx.report.progress import Waiting
-    from phalanx.report.tables import PlainConsole, proof_table
+    from phalanx.report.render import PlainConsole
+    from phalanx.report.tables import proof_table
 
     loaded = load_job(job)
     how["against"] = load_function(how["against"]) if how["against"] else None

@@ -55,7 +55,7 @@ def command(ctx: click.Context, on: str, html: Path | None, as_json: bool, **giv
     Goal(deadline=deadline, budget=budget).check(question)
     curve = scale(question, most, share=share, budget=budget, deadline=deadline)
     told = {"job": asked.name, "device": question.cluster.groups[0].device.name, **curve.to_dict()}
-    answer(as_json, told, lambda width: scale_view(asked.name, curve, width))
+    answer(as_json, told, lambda _: scale_view(asked.name, curve))
     if html:
         from phalanx.report.html import scale_page
 

@@ -46,10 +46,12 @@ def command(
     folder = Path(what)
     # a package is a folder, too, and only run where it is named as a job: package:job
     shown = _of_run(folder, plan, devices, named) if folder.is_dir() else _of_job(what, plan, devices, named)
-    from phalanx.report.show_output import shown_svg, shown_text
+    from phalanx.report.render import as_svg
+    from phalanx.report.show_output import shown_text
 
     if svg:
-        write(svg, shown_svg(shown), "--svg")
+        title = f"phalanx show {shown.folder or shown.name}"
+        write(svg, as_svg(title, shown_text(shown, 110), width=110), "--svg")
     answer(as_json, shown.to_dict(), lambda width: shown_text(shown, width))
 
 

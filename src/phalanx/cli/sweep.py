@@ -106,7 +106,7 @@ def _runs(wanted: Sequence[Combination], *, folder: Path | None, steps: int | No
     def look(log: Path, label: str) -> Iterator[Follower]:
         from phalanx.events.following import Follower
         from phalanx.report.progress import Damages, progress
-        from phalanx.report.tables import PlainConsole
+        from phalanx.report.render import PlainConsole
 
         console = PlainConsole(stderr=True)
         shown = frozenset({"start", "warning", "ended_early", "restart"})

@@ -19,6 +19,7 @@ from phalanx.config import Job, RunSpec
 from phalanx.config.run import override
 from phalanx.config.run_files import CHECKPOINTS, EVENTS
 from phalanx.errors import NoneWholeError, PhalanxError, RunError, WorkerError
+from phalanx.events import RunLog
 
 if TYPE_CHECKING:
     from phalanx.events.following import Follower
@@ -107,7 +108,7 @@ class _Output:
     """What one run says: the answer on stdout, everything before it on stderr."""
 
     def __init__(self, job: Job, run: RunSpec, *, quiet: bool) -> None:
-        from phalanx.report.tables import PlainConsole
+        from phalanx.report.render import PlainConsole
 
         self._job, self._run, self._quiet = job, run, quiet
         self._stderr = PlainConsole(stderr=True)
@@ -118,7 +119,7 @@ class _Output:
 
     def answer(self, something: Any) -> None:
         """Show the result."""
-        from phalanx.report.tables import PlainConsole
+        from phalanx.report.render import PlainConsole
 
         if not self._quiet:
             self._stderr.print()
@@ -136,7 +137,7 @@ class _Output:
         """What shows the run while it goes on: the plan, then its progress; of a quiet one what is damaged."""
         from phalanx.events.following import Follower, Viewer
         from phalanx.report.progress import Damages, Opening, progress
-        from phalanx.report.trackers import TensorBoard
+        from phalanx.report.shown_progress import TensorBoard
 
         viewers: list[Viewer] = [Damages(self._stderr)]
         if not self._quiet:
@@ -173,9 +174,8 @@ def _told_how_to_go_on(run: RunSpec, launcher: str) -> Iterator[None]:
         raise
     except (KeyboardInterrupt, SystemExit) as stop:
         from phalanx.launch.reaper import SAVED
-        from phalanx.report.summary import ended_since
 
-        if (isinstance(stop, KeyboardInterrupt) or stop.code == SAVED) and ended_since(run.folder, began):
+        if (isinstance(stop, KeyboardInterrupt) or stop.code == SAVED) and RunLog(run.folder).ended_since(began):
             return
         click.echo(f"stopped. {way_on(run, launcher)}", err=True)
         raise SystemExit(STOPPED if isinstance(stop, KeyboardInterrupt) else stop.code) from None
@@ -204,11 +204,10 @@ def _newest(folder: Path) -> Path | None:
     """The newest checkpoint that is complete and that the run has not found damaged as it went on."""
     from phalanx.checkpoint import checkpoints
     from phalanx.report.progress import damages
-    from phalanx.report.summary import run_log
 
     damaged = set[str]()
     with suppress(PhalanxError, OSError):  # its log may say nothing yet
-        for event in run_log(folder).part:
+        for event in RunLog(folder).part:
             if damages(event):
                 damaged.add(event["message"].partition(" ")[0])
             elif event["event"] == "checkpoint":  # of that step once more, in the place of the damaged one

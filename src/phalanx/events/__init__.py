@@ -1,6 +1,6 @@
-"""The append-only event log of a run."""
+"""The append-only event log of a run, and its one reader."""
 
-from phalanx.events.log import EventLog, EventReader, finite, read
+from phalanx.events.log import EventLog, EventReader, Outcome, RunLog, finite
 from phalanx.events.schema import SCHEMA, SCHEMA_VERSION, faults
 
-__all__ = ["SCHEMA", "SCHEMA_VERSION", "EventLog", "EventReader", "faults", "finite", "read"]
+__all__ = ["SCHEMA", "SCHEMA_VERSION", "EventLog", "EventReader", "Outcome", "RunLog", "faults", "finite"]

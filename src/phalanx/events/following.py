@@ -1,4 +1,4 @@
-"""A run followed by its event log while it goes on. Whoever looks on cannot hurt it."""
+"""Viewers that follow the event log of a run while it is trained."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ _EVERY = 0.1  # seconds between looks of a thread
 
 
 class Viewer:
-    """Does something with events; what a viewer has no use for it leaves as it is."""
+    """Base of viewers; each method does nothing by default."""
 
     @property
     def name(self) -> str:
-        """What it is called where it is told of."""
+        """The name in messages."""
         return type(self).__name__
 
     def event(self, event: Event) -> None:
-        """Take one event, in the order of the log."""
+        """Handle one event, in the order of the log."""
 
     def tick(self) -> None:
-        """Called about ten times a second, after the events that came in between."""
+        """Update the view; called about ten times a second, after new events."""
 
     def close(self) -> None:
-        """No more events will come."""
+        """End the view; no more events come."""
 
 
 @final
 class Follower:
-    """Calls viewers with what is new in a log. Calling it looks once; leaving its block reads on to the end.
+    """Calls viewers with new events of a log: once a call, and at the end of its block.
 
-    A viewer that raises is told of on stderr once and then left out: watching never ends a run.
+    A viewer that raises is reported on stderr and then left out: it never ends a run.
     """
 
     def __init__(self, log: Path, viewers: Sequence[Viewer]) -> None:
         self._reader = EventReader(log)
-        self._reader.new()  # what an earlier part of a resumed run wrote is no news
+        self._reader.new()  # events of an earlier part of a resumed run
         self._viewers = list(viewers)
 
     def __call__(self) -> None:
@@ -87,7 +87,7 @@ class Follower:
 
 @final
 class CallbackViewer(Viewer):
-    """Calls a function of a job's own with each event of one name."""
+    """Caller of a job's own function with each event of one name."""
 
     def __init__(self, event: str, function: Callback) -> None:
         self._event, self._function = event, function
@@ -109,7 +109,7 @@ class CallbackViewer(Viewer):
 
 
 def callback_viewers(callbacks: Mapping[str, Callback]) -> list[Viewer]:
-    """What calls a job's ``callbacks``, by the name of the event.
+    """Return the viewers that call a job's ``callbacks``, by the name of the event.
 
     Raises:
         SpecError: there is no event of that name.
@@ -123,7 +123,7 @@ def callback_viewers(callbacks: Mapping[str, Callback]) -> list[Viewer]:
 
 @contextmanager
 def followed(viewers: Sequence[Viewer], log: Path) -> Generator[None]:
-    """Within the block a thread hands what is new in ``log`` on to ``viewers``; all of it, when the block ends."""
+    """Pass new events of ``log`` to ``viewers`` in a thread, within the block; all of them when it ends."""
     if not viewers:
         yield
         return

@@ -1,7 +1,7 @@
-"""The append-only event log of a run. Training writes it; everything that shows something reads it.
+"""The append-only event log of a run, and ``RunLog``, its one reader.
 
-A run goes on whether its log can be written or not: on a full disk events wait in memory and are written later. Who
-reads a log takes it for what it may be, a stranger's: lines that are no events are counted and left out.
+On a full disk events wait in memory, and the run continues. A log may come from a stranger: lines that are no events
+are counted and left out.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, final
 
+from phalanx.config.run_files import EVENTS
+from phalanx.errors import SpecError
 from phalanx.events.schema import understood
 from phalanx.files import json_value, open_plain
 
@@ -25,14 +28,14 @@ _KEPT = 1000  # events that wait while the log cannot be written
 
 
 class EventLog:
-    """Appends events to a file, one JSON object a line; what a run that was killed left half written stays a line.
+    """Appends events to a file, one JSON object a line; a half-written line of a killed run stays a line of its own.
 
-    Where the file cannot be written this is said once on stderr, until it can be again. The newest thousand events wait
-    and are written as soon as that works; how many older ones were lost then stands before them, in an event ``lost``.
+    A file that cannot be written is reported once on stderr. The newest thousand events then wait until it can be
+    written again, after an event ``lost`` with the number of older ones.
     """
 
     def __init__(self, path: Path, *, warns: bool = True) -> None:
-        """``warns``: says so where it cannot be written; not beside an error that is about to be said.
+        """``warns``: warn on stderr if the file cannot be written.
 
         Raises:
             SpecError: the file is a link or no regular file.
@@ -65,7 +68,7 @@ class EventLog:
         return True
 
     def _hand_on(self) -> bool:
-        """Write what waits. Returns whether all of it is written."""
+        """Write the waiting events; return True if all of them are written."""
         if not self._waiting:
             return True
         if self._file < 0 and (self._closed or not self._open()):
@@ -80,7 +83,7 @@ class EventLog:
         except OSError as error:
             self._fails(error)
             return False
-        self._reason = ""  # the next time is said again
+        self._reason = ""  # the next failure is reported again
         return True
 
     def _append(self, line: bytes) -> None:
@@ -122,10 +125,10 @@ class EventLog:
 
 
 class EventReader:
-    """Reads a log that may still grow: each call of ``new`` gives the events added since the last.
+    """Reader of a log that may still grow.
 
     Attributes:
-        skipped: whole lines so far that were no events as the schema has them, and were left out.
+        skipped: number of whole lines so far that were no events of the schema.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,9 +137,7 @@ class EventReader:
         self._offset = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """Whole events added since the last call; a line still being written waits for the next.
-
-        A line that was never finished, because its run was killed, is left out.
+        """Return the events added since the last call, without a line that is not finished.
 
         Raises:
             SpecError: the file is a link or no regular file.
@@ -156,14 +157,82 @@ class EventReader:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """All events of a finished log, in order."""
+    """Return all events of a finished log, in order."""
     yield from EventReader(path).new()
 
 
-def last_failure(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The error that has ended the run whose last ``events`` these are; empty where none has since it last began.
+Event = dict[str, Any]
+Outcome = Literal["ended", "stopped", "failed", "unknown", ""]
+"""State of a run as its log tells it; ``unknown``: the run has begun, and its log has no end; empty: no log."""
 
-    A worker that only lost another may say so after the one that failed by itself: where they met is gone by then.
+_OUTCOMES: Mapping[str, Outcome] = {"end": "ended", "stopped": "stopped", "error": "failed"}
+
+
+@final
+class RunLog:
+    """The events of the run in ``folder``, read once, when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._reader = EventReader(folder / EVENTS)
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """All events of the run, in order.
+
+        Raises:
+            SpecError: the log is a link or no regular file.
+        """
+        return tuple(self._reader.new())
+
+    @property
+    def skipped(self) -> int:
+        """The number of lines that were no events."""
+        _ = self.events
+        return self._reader.skipped
+
+    def named(self, name: str) -> list[Event]:
+        """Return the events of this name."""
+        return [event for event in self.events if event["event"] == name]
+
+    @property
+    def part(self) -> tuple[Event, ...]:
+        """The events since the run was started last; the first is its ``start``.
+
+        Raises:
+            SpecError: there is no ``start``.
+        """
+        starts = [at for at, event in enumerate(self.events) if event["event"] == "start"]
+        if not starts:
+            allowed = "the folder of a run, which holds its events.jsonl"
+            fix = f"phalanx train JOB --run {self.folder}"
+            raise SpecError.of("run", f"{self.folder}, which holds no log of a run", allowed, fix)
+        return self.events[starts[-1] :]
+
+    @property
+    def outcome(self) -> Outcome:
+        """The state in which the run ended."""
+        with suppress(SpecError):
+            return outcome_of(self.events)
+        return ""
+
+    def ended_since(self, began: float) -> bool:
+        """Return True if the run has ended since the time ``began``, in seconds since 1970."""
+        with suppress(SpecError):
+            return any(event["time"] >= began for event in self.named("end"))
+        return False
+
+
+def outcome_of(events: Iterable[Mapping[str, Any]]) -> Outcome:
+    """Return the state in which the run with these last events ended; an end before a later start does not count."""
+    told = [event["event"] for event in events if event["event"] in ("start", "resume", *_OUTCOMES)]
+    return _OUTCOMES.get(told[-1], "unknown") if told else ""
+
+
+def last_failure(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the error that ended the run with these last ``events``; empty if no error did since its last start.
+
+    An error of the job's own code wins over a later one of a worker that lost its peer.
     """
     last: Mapping[str, Any] = {}
     for event in events:
@@ -173,9 +242,9 @@ def last_failure(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def own_failure(events: Iterable[Mapping[str, Any]]) -> str:
-    """By what the job's own code has ended the run, whose last ``events`` these are; empty where it has not.
+    """Return the error of the job's own code that ended the run with these last ``events``; empty without one.
 
-    A worker that was lost is none of it: it may well not be lost again.
+    The loss of a worker does not count: it may not happen again.
     """
     last = last_failure(events)
     return last["message"] if _own(last) else ""
@@ -186,7 +255,6 @@ def _own(event: Mapping[str, Any]) -> bool:
 
 
 def _lost(event: Mapping[str, Any]) -> bool:
-    """Of an error: by a worker that was lost, as far as is known."""
     return bool(event.get("lost", True))
 
 
@@ -208,7 +276,7 @@ def _say(text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with null for numbers that JSON does not know."""
+    """Return ``value`` with null for numbers that JSON does not know."""
     match value:
         case float():
             return value if math.isfinite(value) else None

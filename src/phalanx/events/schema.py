@@ -184,20 +184,14 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
     },
     "stopped": {
         "step": (int, "optimizer steps taken, all of them in the checkpoint; since 1.6, as all of this event"),
-        "signal": (
-            str,
-            "what asked for it: SIGTERM, SIGUSR1, SIGHUP or SIGINT",
-        ),
+        "signal": (str, "what asked for it: SIGTERM, SIGUSR1, SIGHUP or SIGINT"),
     },
     "restart": {
         "rank": (int, "first lost rank; since 1.6, as all of this event"),
         "step": (_INT_OR_NULL, "the step it was in; null before the first"),
         "cause": (str, "what ended it"),
         "restarts": (int, "so far, this one included"),
-        "source": (
-            str,
-            "where the state comes from: a checkpoint on the disk, or the beginning; in words",
-        ),
+        "source": (str, "where the state comes from: a checkpoint on the disk, or the beginning; in words"),
         "again": (int, "steps that had been finished and are computed again"),
         "seconds": (float, "from when it was known to when all workers had been started again"),
     },

@@ -14,7 +14,7 @@ from typing import Any, Self, final
 from phalanx.config import Job, RunSpec
 from phalanx.config.run_files import CHECKPOINTS, EVENTS, RUN_FILES, RUN_TOML
 from phalanx.errors import CheckpointError, SpecError
-from phalanx.events.log import own_failure, read
+from phalanx.events.log import RunLog, own_failure
 from phalanx.files import read_text, refuse_links, refuse_taken, release, take, token_of
 from phalanx.launch.jobfile import Reference
 
@@ -90,7 +90,7 @@ class RunFolder:
 def _refuse_what_would_come_again(folder: Path) -> None:
     raised = ""
     with suppress(SpecError):
-        raised = own_failure(read(folder / EVENTS))
+        raised = own_failure(RunLog(folder).events)
     if raised:
         raise SpecError.of(
             where="workers that are started again",

@@ -12,7 +12,7 @@ from typing import Any, Self, final
 from phalanx.config import Job, RunSpec
 from phalanx.config.run_files import EVENTS
 from phalanx.errors import Problem, RefusedError, RunError, WorkerError, is_out_of_memory
-from phalanx.events import EventLog, read
+from phalanx.events import EventLog, RunLog
 from phalanx.files import check_writer, replace_text
 from phalanx.launch.side_process import Afterwards, SideProcess
 from phalanx.launch.targets.launch_folder import last_word
@@ -160,8 +160,7 @@ def too_little(error: WorkerError, folder: Path) -> str | None:
     if not forecast:
         return None
     whole = f"the forecast was {show_bytes(forecast['reserved'])} of {show_bytes(forecast['room'])} on each device"
-    seen = [event for event in read(folder / EVENTS) if event["event"] == "memory"]
-    mine = [event for event in seen if event["rank"] == error.rank][-1:]
+    mine = [event for event in RunLog(folder).named("memory") if event["rank"] == error.rank][-1:]
     rows = memory_beside(forecast, mine)
     if not rows:
         return f"{whole}; nothing was measured before memory ran out"

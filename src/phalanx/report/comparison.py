@@ -1,4 +1,4 @@
-"""A run's forecast beside what was measured, part by part; plans between slow hosts beside this machine; as tables."""
+"""The forecast of a run beside its measurement, part by part, and runs beside each other; as tables."""
 
 from __future__ import annotations
 
@@ -13,40 +13,47 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import SpecError
+from phalanx.events import RunLog
 from phalanx.files import read_json, read_toml
-from phalanx.units import show_bytes, show_seconds
+from phalanx.units import show_bytes, show_counted, show_seconds
 
-if TYPE_CHECKING:  # tables are for who prints them: not for every process that writes a forecast down
+if TYPE_CHECKING:  # processes that only write a forecast down load no tables
     from rich.console import RenderableType
 
     from phalanx.report.summary import RunSummary
 
 FORECAST = "forecast.json"
-"""The file of a run folder that holds its forecast, or says why there is none."""
+"""The file of a run folder with its forecast, or with the reason why it is missing."""
 
 LATE = "the run was over before its forecast was made"
-"""Why short runs have none."""
+"""The reason in short runs."""
 
 COMPUTING = ("products", "attention", "memory", "recompute", "launches")
 """Parts of a forecast step in which a rank computes."""
 
-_SHORT = 10.0  # seconds of steps: of a run that took less nobody need be told that it has no forecast
+_SHORT = 10.0  # seconds of steps: a shorter run does not mention a missing forecast
 _AFTER = ("update", "rest")  # forward and backward
-
-_MOST = 1e30  # of anything that is forecast
-_SMALL = 0.005  # of a step: parts that are forecast to be less are not told of unless they were measured
+_MOST = 1e30  # of any forecast number
+_SMALL = 0.005  # of a step: smaller forecast parts are shown only if they were measured
 _HELD = ("parameters", "gradients", "optimizer", "activations")
+_OWN_TO_A_RUN = {"event", "time", "plan", "folder", "resume", "notes", "first_step"}
+_NUMBERS = ("forecast", "measured", "forecast / measured")  # headings
+_WORDS = {
+    "whole": "time per step",
+    "passes": "  forward and backward",
+    "computing": "    computing",
+    "update": "  update",
+    "rest": "  data and logging",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """One quantity, forecast and measured.
+    """One quantity, forecast and measured; ``None`` if not known.
 
     Attributes:
         what: ``step``, in seconds, or ``memory``, in bytes.
         part: of it; ``whole`` for all.
-        forecast: number; ``None`` where nobody forecasts it.
-        measured: number; ``None`` where it was not measured.
     """
 
     what: str
@@ -56,7 +63,7 @@ class Compared:
 
     @property
     def ratio(self) -> float | None:
-        """Forecast over measured; ``None`` where one of them is missing or zero."""
+        """Forecast over measured; ``None`` if one of them is missing or zero."""
         return self.forecast / self.measured if self.forecast and self.measured else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,9 +71,9 @@ class Compared:
 
 
 def stored(folder: Path, plan: str = "") -> dict[str, Any] | None:
-    """What ``forecast.json`` of a run holds: a ``forecast``, or why it is ``missing``; ``None`` without it.
+    """Return the content of ``forecast.json``: a ``forecast``, or why it is ``missing``; ``None`` without the file.
 
-    With ``plan``, the one that the run has gone on under, that of another plan is none.
+    ``plan``: plan of the run's last part; a forecast of another plan counts as missing.
     """
     path = folder / FORECAST
     if not os.path.lexists(path):
@@ -84,7 +91,7 @@ def stored(folder: Path, plan: str = "") -> dict[str, Any] | None:
 
 
 def _is_forecast(found: Any) -> bool:
-    """Return True if it holds a forecast with what is read here, or says why there is none."""
+    """Return True if it holds a forecast with all fields that are read here, or a reason why it is missing."""
     if not isinstance(found, dict) or not isinstance(found.get("missing", ""), str):
         return False
     forecast = found.get("forecast")
@@ -103,10 +110,10 @@ def _is_forecast(found: Any) -> bool:
 
 
 def step_beside(forecast: Mapping[str, Any], measured: Mapping[str, float]) -> list[Compared]:
-    """Seconds of a step by part, of a stored ``forecast``.
+    """Return the seconds of a step by part, of a stored ``forecast`` and ``measured``.
 
-    ``measured`` has those of ``whole`` and of the parts that were timed: ``passes``, which is forward and backward with
-    all that they wait for, ``computing`` and ``pipeline`` within them, ``update`` and ``rest``.
+    ``measured``: seconds of ``whole`` and of the timed parts: ``passes`` (forward and backward with their waits),
+    ``computing`` and ``pipeline`` within them, ``update`` and ``rest``.
     """
     seconds = forecast["seconds"]
     computing = sum(seconds[name] for name in COMPUTING)
@@ -122,7 +129,7 @@ def step_beside(forecast: Mapping[str, Any], measured: Mapping[str, float]) -> l
 
 
 def memory_beside(forecast: Mapping[str, Any], ranks: Sequence[Mapping[str, int]]) -> list[Compared]:
-    """Bytes by part on the rank that needs most of each, from what each held by part, as ``memory`` events have it."""
+    """Return the bytes of each part on the rank with most of it; ``ranks``: the ``memory`` event of each rank."""
     if not ranks:
         return []
     held = dict(forecast["parts"])  # each at its own peak, as it is measured
@@ -132,35 +139,26 @@ def memory_beside(forecast: Mapping[str, Any], ranks: Sequence[Mapping[str, int]
 
 
 def under_forecast(rows: Sequence[Compared]) -> Compared | None:
-    """The part of memory that most bytes were missed of; ``None`` where none was."""
+    """Return the part of memory with the most bytes above its forecast; ``None`` if none is above."""
     short = [one for one in rows if one.what == "memory" and (one.measured or 0.0) > (one.forecast or 0.0)]
     return max(short, key=lambda one: (one.measured or 0.0) - (one.forecast or 0.0), default=None)
 
 
-_WORDS = {
-    "whole": "time per step",
-    "passes": "  forward and backward",
-    "computing": "    computing",
-    "update": "  update",
-    "rest": "  data and logging",
-}
-
-
 def runs_beside(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return what each run came to, in which settings they differ, and the first step in which their losses do."""
-    from phalanx.report.summary import run_log, summarise
+    """Return the results of each run, the settings that differ, and the first step with different losses."""
+    from phalanx.report.summary import summarise
 
     found, told, each_loss = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[int, float | None]]()
     for folder in folders:
-        summary, log = summarise(folder), run_log(folder)
-        evaluated = [event for event in log.events if event["event"] == "evaluate"]
+        summary, log = summarise(folder), RunLog(folder)
+        evaluated = log.named("evaluate")
         least = min((event["loss"] for event in evaluated if event["loss"] is not None), default=None)
         row = {"plan": summary.plan, "steps": summary.step, "loss": summary.loss, "best loss of evaluations": least}
         row |= {f"last {name}": value for event in evaluated[-1:] for name, value in event["metrics"].items()}
         found.append(row | {"seconds": summary.seconds, "samples/s": summary.samples_per_second})
         stated = read_toml(folder / RUN_TOML, where=RUN_TOML, fix=f"phalanx show {folder}", below=1)
         told.append({name: one for name, one in (log.part[0] | stated).items() if name not in _OWN_TO_A_RUN})
-        each_loss.append({event["step"]: event["loss"] for event in log.events if event["event"] == "step"})
+        each_loss.append({event["step"]: event["loss"] for event in log.named("step")})
     differing = {name: [one.get(name) for one in told] for one in told for name in one}
     settings = {name: those for name, those in differing.items() if any(one != those[0] for one in those)}
     common = sorted(set[int].intersection(*map(set, each_loss)))
@@ -170,39 +168,35 @@ def runs_beside(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _alike(one: float | None, other: float | None) -> bool:
-    """True for losses that differ by no more than rounding; the log has null for one that is not finite."""
+    """Return True for losses that differ by rounding alone; the log has null for a loss that is not finite."""
     return one is other if one is None or other is None else math.isclose(one, other, rel_tol=1e-4)
-
-
-_OWN_TO_A_RUN = {"event", "time", "plan", "folder", "resume", "notes", "first_step"}
 
 
 def runs_table(told: Mapping[str, Any]) -> RenderableType:
     """Return the table of ``runs_beside``, a column a run."""
     from rich.console import Group
-    from rich.text import Text
 
-    from phalanx.report.tables import headed
+    from phalanx.report.render import table
 
-    table = headed("", *told["runs"])
-    names = dict.fromkeys(name for one in told["rows"] for name in one)
-    rows = {name: [one.get(name) for one in told["rows"]] for name in names} | told["settings"]
-    for name, values in rows.items():
-        shown = (f"{one:.6g}" if isinstance(one, float) else "" if one is None else str(one) for one in values)
-        table.add_row(name, *map(Text, shown))
+    values = {name: [one.get(name) for one in told["rows"]] for row in told["rows"] for name in row} | told["settings"]
+    rows = [{"": name, **dict(zip(told["runs"], map(_shown, each), strict=True))} for name, each in values.items()]
     step = told["differ_from"]
-    return Group(table, "losses do not differ" if step is None else f"losses differ from step {step + 1} on")
+    return Group(table(rows), "losses do not differ" if step is None else f"losses differ from step {step + 1} on")
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def beside_table(summary: RunSummary, *, brief: bool = False) -> Iterator[RenderableType]:
-    """Forecast and measurement side by side, or why there is no forecast; nothing where nobody asked for one.
+    """Yield forecast and measurement side by side, or why there is no forecast; nothing if none was asked for.
 
-    ``brief``: what the forecast takes to be so is counted, not told.
+    ``brief``: count the notes of the forecast instead of listing them.
     """
     from rich.text import Text
 
     from phalanx.planner.explain import PARTS
-    from phalanx.report.tables import headed
+    from phalanx.report.render import table
 
     if summary.forecast is None:
         return
@@ -217,21 +211,18 @@ def beside_table(summary: RunSummary, *, brief: bool = False) -> Iterator[Render
             why += f"; phalanx show {summary.folder} --job {shlex.quote(job)} makes it"
         yield Text(f"no forecast: {why}", style="dim")
         return
-    table = headed("", numbers=("forecast", "measured", "forecast / measured"))
+    rows: list[dict[str, str]] = []
     for row in summary.beside:
-        shown = ("" if number is None else _SHOW[row.what](number) for number in (row.forecast, row.measured))
+        show = show_bytes if row.what == "memory" else show_seconds
         name = _WORDS.get(row.part) or f"    {PARTS.get(row.part, row.part)}"
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        table.add_row(f"memory: {row.part}" if row.what == "memory" else name, *shown, ratio)
-    yield table
+        told = {"": f"memory: {row.part}" if row.what == "memory" else name}
+        forecast_and_measured = ("" if one is None else show(one) for one in (row.forecast, row.measured))
+        numbers = (*forecast_and_measured, "" if row.ratio is None else f"{row.ratio:.2f}")
+        rows.append(told | dict(zip(_NUMBERS, numbers, strict=True)))
+    yield table(rows, numbers=_NUMBERS)
     notes = forecast.get("notes", ())
     if brief and notes:
-        told = (
-            f"{len(notes)} note{'s' * (len(notes) > 1)} on what the forecast leaves out: phalanx show {summary.folder}"
-        )
-        yield Text(told, style="dim")
+        many = show_counted(len(notes), "note")
+        yield Text(f"{many} on what the forecast leaves out: phalanx show {summary.folder}", style="dim")
     else:
         yield from (Text(f"note: {note}", style="dim") for note in notes)
-
-
-_SHOW = {"step": show_seconds, "memory": show_bytes}

@@ -1,8 +1,7 @@
-"""A forecast, a ranking or a scaling curve as one HTML page with charts, which needs nothing else to be read."""
+"""A forecast, a ranking or a scaling curve as one HTML page with charts of plotly, which loads nothing."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape as html_escape
 from math import log10
@@ -14,8 +13,16 @@ from phalanx.planner.advise import Advice, PlanForecast
 from phalanx.planner.explain import PARTS
 from phalanx.planner.nearest_fit import Shortfall
 from phalanx.planner.scale import Curve
-from phalanx.report.planner_tables import columns, fact_rows, sentences, short
-from phalanx.units import show_bytes, show_seconds, visible
+from phalanx.report.planner_tables import (
+    curve_rows,
+    fact_rows,
+    neighbour_rows,
+    plan_rows,
+    sentences,
+    short,
+    shortfall_rows,
+)
+from phalanx.units import show_seconds, visible
 
 _GIB = 2**30
 _STYLE = """
@@ -32,50 +39,38 @@ Chart = dict[str, Any]
 
 
 def forecast_page(name: str, found: PlanForecast) -> str:
-    """One plan."""
+    """Return the page of one plan."""
     one = found.forecast
-    rows = [("plan", str(one.plan)), ("cluster", one.cluster), *fact_rows(one, found.bill, found.question.steps)]
-    parts = [_table(("", ""), rows), *_missing(found.shortfall)]
+    rows = {"plan": str(one.plan), "cluster": one.cluster, **fact_rows(one, found.bill, found.question.steps)}
+    parts = [_facts(rows), *_missing(found.shortfall)]
     return _page(f"{name}: {one.plan}", parts, [memory_chart([one]), step_chart([one])])
 
 
 def plan_page(name: str, advice: Advice) -> str:
-    """Ranked plans, the explanation, and the best on fewer devices."""
-    ranking = advice.ranking
+    """Return the page of ranked plans: the explanation and the neighbours of the best."""
+    ranking, explanation = advice.ranking, advice.explanation
     title = f"{name} on {ranking.question.cluster}"
-    if advice.explanation is None:
+    if explanation is None:
         none = f"<p>None of {ranking.search.considered:,} plans fits.</p>"
         return _page(title, [none, *_missing(advice.shortfall)], [])
-    plans, near = ranking.plans, advice.explanation.neighbours
-    within = [f"{show_seconds(one.low)} to {show_seconds(one.high)}" for one in plans]
-    unrun = [f" (train does not run this yet: {one.unrun})" if one.unrun else "" for one in plans]
-    rows = [
-        (f"{one.plan}{later}", show_seconds(one.step), between, f"{one.mfu:.1%}", show_bytes(one.reserved))
-        for one, between, later in zip(plans, within, unrun, strict=True)
-    ]
-    costs = [(one.change, f"{one.slower:+.1%}" if one.forecast.fits else "-", one.why) for one in near]
+    plans = ranking.plans
     parts = [
-        _table(("plan", "time per step", "4 of 5 within", "MFU", "memory of a rank"), rows),
-        _table(("the first", ""), fact_rows(plans[0], ranking.bill, ranking.question.steps)) if ranking.bill else "",
-        _list(advice.explanation.reasons),
-        _table(("with", "time per step", "it would cost"), costs),
+        _table(plan_rows(plans)),
+        _facts(fact_rows(plans[0], ranking.bill, ranking.question.steps)) if ranking.bill else "",
+        _list(explanation.reasons),
+        _table(neighbour_rows(explanation.neighbours)),
     ]
     return _page(title, parts, [step_chart(plans), memory_chart(plans)])
 
 
 def scale_page(name: str, curve: Curve) -> str:
-    """A scaling curve with its knee."""
-    between = columns(curve)
-    headings = ("devices", *(heading.replace("-\n", "").replace("\n", " ") for heading in between), "plan")
-    each = zip(curve.points, zip(*between.values(), strict=True), strict=True)
-    rows = [(str(one.devices), *cells, str(one.forecast.plan)) for one, cells in each]
-    parts = [_list(sentences(curve)), _table(headings, rows)]
+    """Return the page of a scaling curve with its knee."""
     charts = [scaling_chart(curve), step_chart([one.forecast for one in curve.points])] if curve.points else []
-    return _page(f"{name}: scaling", parts, charts)
+    return _page(f"{name}: scaling", [_list(sentences(curve)), _table(curve_rows(curve))], charts)
 
 
 def memory_chart(plans: Sequence[Forecast]) -> Chart:
-    """GiB of the rank that needs most, by part, with the room there is."""
+    """Return a chart of GiB by part on the rank that needs most, with its limit."""
     data = _stacked({name: [one.memory[name] / _GIB for one in plans] for name in plans[0].memory}, plans)
     room = plans[0].room / _GIB
     line = {"type": "line", "x0": room, "x1": room, "y0": 0, "y1": 1, "yref": "paper", "line": {"dash": "dash"}}
@@ -84,13 +79,13 @@ def memory_chart(plans: Sequence[Forecast]) -> Chart:
 
 
 def step_chart(plans: Sequence[Forecast]) -> Chart:
-    """Seconds of a step, by part."""
+    """Return a chart of the seconds of a step, by part."""
     data = _stacked({PARTS[name]: [one.seconds[name] for one in plans] for name in plans[0].seconds}, plans)
     return {"data": data, "layout": _bars("time of a step", "seconds", len(plans))}
 
 
 def scaling_chart(curve: Curve) -> Chart:
-    """Speed-up against devices, beside the ideal, with the knee and where to stop."""
+    """Return a chart of speed-up against devices, beside the ideal, with the knee and the number to stop at."""
     devices = [one.devices for one in curve.points]
     speed_ups = [one.speed_up for one in curve.points]
     text = [f"{one.forecast.plan}<br>{show_seconds(one.forecast.step)} a step" for one in curve.points]
@@ -132,39 +127,36 @@ def _bars(title: str, unit: str, count: int) -> dict[str, Any]:
 
 
 def _missing(missing: Shortfall | None) -> list[str]:
-    if missing is None:
-        return []
-    rows = [(one.words, show_seconds(one.step), show_bytes(one.spare)) for one in missing.changes]
-    return [f"<p>{_escape(str(missing))}.</p>", _table(("would fit", "time per step", "to spare"), rows)]
+    return [f"<p>{_escape(str(missing))}.</p>", _table(shortfall_rows(missing))] if missing else []
 
 
 def _list(sentences: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{_escape(one)}</li>" for one in sentences) + "</ul>"
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{_escape(one)}</th>" for one in columns)
-    body = "".join("<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+def _facts(rows: Mapping[str, str]) -> str:
+    return _table([{"": name, " ": value} for name, value in rows.items() if value])
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    head = "".join(f"<th>{_escape(one)}</th>" for one in (rows[0] if rows else ()))
+    body = "".join("<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def _page(title: str, parts: Iterable[str], charts: Sequence[Chart]) -> str:
-    boxes = "".join(f'<div class="chart" id="chart{index}"></div>' for index in range(len(charts)))
-    drawn = json.dumps(charts).replace("<", "\\u003c")  # no end of the script, nor the begin of a comment in it
-    script = f"{drawn}.forEach((one, at) => Plotly.newPlot('chart' + at, one.data, one.layout, {{responsive: true}}))"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_escape(title)}</title>'
-        f"<style>{_STYLE}</style><script>{_plotly()}</script></head>"
-        f"<body><h1>{_escape(title)}</h1>{''.join(parts)}{boxes}<script>{script}</script></body></html>\n"
-    )
-
-
-def _plotly() -> str:
     try:
+        from plotly.graph_objects import Figure
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError:
         raise MissingExtraError("plotly", "page") from None
-    return str(get_plotlyjs())
+    drawn = (Figure(one).to_html(full_html=False, include_plotlyjs=False) for one in charts)
+    boxes = "".join(f'<div class="chart">{one}</div>' for one in drawn)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_escape(title)}</title>'
+        f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head>"
+        f"<body><h1>{_escape(title)}</h1>{''.join(parts)}{boxes}</body></html>\n"
+    )
 
 
 def _escape(text: str) -> str:

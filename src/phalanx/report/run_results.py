@@ -1,4 +1,4 @@
-"""A run in Python: what happened in it, and the model that it has trained."""
+"""A run in Python: its events, and the model that it has trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from phalanx.config import Job, Plan
 from phalanx.config.run_files import CHECKPOINTS, EVENTS
 from phalanx.errors import MissingExtraError, SpecError
-from phalanx.events import read
+from phalanx.events import RunLog
 from phalanx.files import is_written, read_text
 
 if TYPE_CHECKING:
@@ -32,12 +32,11 @@ Which = int | Literal["best"] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run folder and what is in it. Nothing in it is executed.
+    """A run folder and its content. Nothing in it is executed.
 
     Attributes:
-        folder: where it is.
-        job: that it trains; ``None`` where that is not known. ``model`` needs it.
-        process: that trains it in the background, where this one has started it so (``px.start``).
+        job: the trained job, if it is known; ``model`` needs it.
+        process: trains the run in the background, if this process has started it (``px.start``).
     """
 
     folder: Path
@@ -45,8 +44,9 @@ class Run:
     process: BackgroundRun | None = field(default=None, compare=False, repr=False)
 
     def events(self, name: str | None = None) -> Iterator[dict[str, Any]]:
-        """The run's events in order; those called ``name`` where given."""
-        return (event for event in read(self.folder / EVENTS) if name is None or event["event"] == name)
+        """The run's events in order; only those called ``name``, if given."""
+        log = RunLog(self.folder)
+        return iter(log.events if name is None else log.named(name))
 
     @property
     def losses(self) -> list[float]:
@@ -55,20 +55,19 @@ class Run:
 
     @property
     def evaluation(self) -> dict[str, Any] | None:
-        """The last evaluation: ``loss``, ``samples``, ``metrics``; ``None`` where there was none."""
-        found = list(self.events("evaluate"))
-        return found[-1] if found else None
+        """The last evaluation: ``loss``, ``samples``, ``metrics``."""
+        return next(reversed([*self.events("evaluate")]), None)
 
     @property
     def running(self) -> bool:
-        """Return True if it is being trained now, by whatever process of this machine."""
+        """True while a process of this machine trains it."""
         return self.process.running if self.process else is_written(self.folder)
 
     def wait(self, timeout: float | None = None) -> Self:
-        """Wait until the run is over, at most ``timeout`` seconds; also one that ``stop`` has ended is over.
+        """Wait until the run has ended or stopped, at most ``timeout`` seconds.
 
         Raises:
-            TimeoutError: it goes on.
+            TimeoutError: it still runs.
             WorkerError: a worker failed, of a run that this process has started.
             RunError: the process that trained it was killed.
         """
@@ -83,7 +82,7 @@ class Run:
         return self
 
     def stop(self) -> Self:
-        """Have the run save after the step that is under way, and wait for its end; nothing where it is over.
+        """Ask the run to save after its current step, and wait for its end.
 
         Raises:
             SpecError: another process trains it.
@@ -98,25 +97,26 @@ class Run:
         return self
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Every evaluation by step: ``step``, ``loss``, ``samples``, ``metrics``; one taken again as it went last."""
+        """Every evaluation by step, the last of each: ``step``, ``loss``, ``samples``, ``metrics``."""
         last = {event["step"]: event for event in self.events("evaluate")}
         return [last[step] for step in sorted(last)]
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The best evaluation; ``None`` where the job compares none (``px.Best``), or none gave a number."""
+        """The best evaluation; ``None`` without ``px.Best`` in the job, or if no evaluation gave a number."""
         from phalanx.checkpoint import best_step
 
         step = best_step(self.folder)
         return next((one for one in self.evaluations() if one["step"] == step), None)
 
     def metrics(self, event: str = "step") -> pandas.DataFrame:
-        """What was logged of each step as a table, one row a step, also while the run goes on, here or elsewhere.
+        """The events of one name as a table, one row a step, also while the run is trained.
+
+        A step that was repeated after a resume has its last row.
 
         Args:
-            event: the events that become rows: ``"step"``, ``"checkpoint"``, or ``"evaluate"``, whose ``metrics`` get
-                a column each; of ``"step"`` the loss of each phase has one, such as ``loss.critic``. A step that was
-                taken again after a resume counts as it went the last time.
+            event: ``"step"``, ``"checkpoint"`` or ``"evaluate"``. Each metric has a column, and so has the loss of each
+                phase, such as ``loss.critic``.
 
         Raises:
             SpecError: events of another name were asked for.
@@ -134,7 +134,7 @@ class Run:
 
     @property
     def accidents(self) -> list[SavedBatch]:
-        """The batches that losses or gradients were not finite with, or spikes came from, by step."""
+        """The batches with losses or gradients that were not finite, or with a spike, by step."""
         from phalanx.train.accidents import saved_batches
 
         return saved_batches(self.folder)
@@ -152,28 +152,23 @@ class Run:
         """
         from phalanx.checkpoint import best_step, checkpoints
 
-        found = [one for one in checkpoints(self.folder / CHECKPOINTS) if one.whole]
-        there = ", ".join(str(one.step) for one in found) or "none yet"
-        wanted: object = step
-        if step == "best":
-            wanted = best_step(self.folder)
-            if wanted is None:
-                fix = 'px.Job(..., evaluate=..., best=px.Best("loss"))'
-                raise SpecError.of("step", "best", f"a run that compares evaluations; or one of {there}", fix)
-        if step is None and found:
-            return found[0].path
-        chosen = next((one.path for one in found if one.step == wanted), None)
-        if chosen is None:
+        found = {one.step: one.path for one in checkpoints(self.folder / CHECKPOINTS) if one.whole}  # the newest first
+        there = ", ".join(map(str, found)) or "none yet"
+        wanted = best_step(self.folder) if step == "best" else next(iter(found), None) if step is None else step
+        if step == "best" and wanted is None:
+            fix = 'px.Job(..., evaluate=..., best=px.Best("loss"))'
+            raise SpecError.of("step", "best", f"a run that compares evaluations; or one of {there}", fix)
+        if wanted not in found:
             given = f"{step!r}, of which {self.folder} has no complete checkpoint"
-            raise SpecError.of("step", given, f"None, or one of {there}", f"step={found[0].step if found else None}")
-        return chosen
+            raise SpecError.of("step", given, f"None, or one of {there}", f"step={next(iter(found), None)}")
+        return found[wanted]
 
     def state_dict(self, step: Which = None, *, averaged: bool = False) -> dict[str, Tensor]:
-        """Every tensor of the trained model, whole, on the CPU, by its name in the model; of tied ones the first name.
+        """Every tensor of the trained model, whole, on the CPU, by its first name in the model.
 
         Args:
             step: as of ``checkpoint``.
-            averaged: the average of the weights that ``job.average`` keeps, in place of the weights.
+            averaged: take the average of the weights that ``job.average`` keeps.
 
         Raises:
             SpecError: there is no such checkpoint, or it has no averaged weights.
@@ -186,12 +181,12 @@ class Run:
         return completed(self.job, path, model_tensors(path, averaged=averaged))
 
     def model(self, job: Job | None = None, *, step: Which = None, averaged: bool = False) -> nn.Module:
-        """The trained model on the CPU, in evaluation mode, whatever the plan that it was trained under.
+        """The trained model on the CPU, in evaluation mode, for a run of any plan.
 
         Args:
-            job: that builds it, where the run does not know its own.
+            job: builds the model, if the run does not know its own.
             step: as of ``checkpoint``.
-            averaged: with the average of the weights, as of ``state_dict``.
+            averaged: as of ``state_dict``.
 
         Raises:
             SpecError: no job is known, its model is another one, or there is no such checkpoint or average.
@@ -213,22 +208,19 @@ class Run:
     ) -> dict[str, Any]:
         """Evaluate the stored model in this process, on one device, with the loss and the metrics of the run's job.
 
-        It computes in bf16 where the run did. Where the job keeps an average of the weights to evaluate, it is that, as
-        soon as there is one. Nothing of the run is changed.
+        It computes in bf16 if the run did, and with the average of the weights if the job evaluates that.
 
         Args:
-            data: a map-style dataset, or a function that gives one; the job's evaluation data where not given.
+            data: a map-style dataset, or a function that returns one; by default the job's evaluation data.
             step: as of ``checkpoint``.
-            micro: most samples in a forward; ``job.batch`` where not given.
-            device: kind of device, such as ``"cuda"``: the first one. A process that has used it can fork no more
-                workers for that kind (``fit``).
+            micro: most samples in a forward; by default ``job.batch``.
+            device: kind of device, such as ``"cuda"``. Afterwards ``fit`` cannot fork workers for that kind here.
 
         Returns:
             ``step``, ``loss``, ``samples`` and ``metrics``, as in ``evaluations``.
 
         Raises:
-            SpecError: no job is known, there is nothing to evaluate on, or no such checkpoint; or this is one of
-                several processes of torchrun.
+            SpecError: no job, data or checkpoint is known, or torchrun started several such processes.
             RefusedError: the device is not there.
             CheckpointError: the checkpoint is damaged.
             LossError: the loss or a metric is of a wrong form.
@@ -249,7 +241,6 @@ class Run:
         return {"step": at, "loss": found.loss, "samples": found.samples, "metrics": found.metrics}
 
     def _evaluated_values(self, path: Path) -> dict[str, Tensor]:
-        """Of the checkpoint ``path``, what an evaluation of the run computes with."""
         from phalanx.checkpoint import model_tensors
 
         average = self.job.average if self.job else None
@@ -272,10 +263,10 @@ class Run:
 
         Args:
             step: as of ``checkpoint``.
-            dtype: of floating point tensors; as saved where not given.
-            adapter: write the adapters of peft alone, a folder for ``PeftModel.from_pretrained``.
-            merged: write the model of transformers that peft's adapters have been merged into.
-            averaged: the average of the weights, as of ``state_dict``.
+            dtype: of floating point tensors; by default as saved.
+            adapter: write only the adapters of peft, a folder for ``PeftModel.from_pretrained``.
+            merged: write the model of transformers with peft's adapters merged in.
+            averaged: as of ``state_dict``.
 
         Raises:
             SpecError: ``target`` exists, there is no such checkpoint or average, or there are no adapters.
@@ -292,7 +283,7 @@ class Run:
 
 
 def _row(event: dict[str, Any]) -> dict[str, Any]:
-    """An event as columns: those of a dictionary in it stand beside the others; of a phase ``loss.critic``."""
+    """Return an event as columns: its fields, metrics, and the loss of each phase as ``loss.critic``."""
     row = {name: value for name, value in event.items() if name != "event" and not isinstance(value, dict)}
     for name, value in event.items():
         if isinstance(value, dict):
@@ -301,7 +292,7 @@ def _row(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(folder: str | Path, job: Job | None = None) -> Run:
-    """The run in ``folder``, ended or not, as ``fit`` gives it; ``job`` is what it trains, for ``Run.model``.
+    """The run in ``folder``, ended or not, as ``fit`` returns it; ``job`` is the trained job, for ``Run.model``.
 
     Raises:
         SpecError: there is no run.
@@ -311,3 +302,53 @@ def load(folder: str | Path, job: Job | None = None) -> Run:
         given = f"{where}, which {'is no folder' if not where.is_dir() else 'holds no run'}"
         raise SpecError.of("folder", given, "the folder of a run", 'px.load("runs/digits-1", job())')
     return Run(folder=where, job=job)
+
+
+def to_keras(run: Run, job: Job | None = None, *, step: Which = None, averaged: bool = False) -> Any:
+    """The Keras model that ``run`` has trained, as the job's function builds and compiles it, with the trained values.
+
+    It is a model of Keras alone: ``to_keras(run).save("model.keras")``, ``.save_weights("model.weights.h5")``. Its
+    optimizer has the run's state at that step, so that Keras' ``fit`` continues it. With averaged weights, or under
+    another optimizer than the compiled one, the optimizer begins without state.
+
+    Args:
+        run: of a job that ``px.from_keras`` has made.
+        job: builds the model, if the run does not know its own.
+        step: which checkpoint, as of ``Run.checkpoint``.
+        averaged: with the average of the weights that ``job.average`` keeps.
+
+    Raises:
+        SpecError: no job is known, it is none of Keras, or there is no such checkpoint or average.
+        CheckpointError: the checkpoint is damaged.
+    """
+    known = job or run.job
+    if known is None or not hasattr(known.model, "plain"):
+        given = "none" if known is None else "a job whose model is none of Keras"
+        raise SpecError.of("job", given, "a job that px.from_keras has made", "px.to_keras(px.load(folder, job()))")
+    import torch
+
+    path = run.checkpoint(step)  # once: a run that goes on may save another meanwhile
+    trained: Any = run.model(known, step=int(path.name.removeprefix("step-")), averaged=averaged)
+    with torch.random.fork_rng(devices=[]):
+        model: Any = known.model.plain()  # pyrefly: ignore
+    for variable, value in zip(model.weights, trained.keras_model.weights, strict=True):
+        variable.assign(value.value)
+    model.optimizer.build(model.trainable_variables)  # files of Keras have its state
+    if not averaged:
+        _give_state(known, trained, path, model.optimizer)
+    return model
+
+
+def _give_state(job: Job, trained: Any, path: Path, optimizer: Any) -> None:
+    """Copy the optimizer state of the checkpoint ``path`` into ``optimizer``, which is of Keras and built."""
+    from phalanx.checkpoint import read_state, restore_optimizer
+    from phalanx.train.build_optimizer import optimizer_over
+    from phalanx.train.keras.keras_optimizers import KerasFormula
+
+    learning = {name: one for name, one in trained.named_parameters() if one.requires_grad}
+    saved = optimizer_over(job, learning).optimizer
+    kind = (read_state(path).get("optimizer") or {}).get("kind")
+    if isinstance(saved, KerasFormula) and type(saved).__name__ == kind:
+        restore_optimizer(saved, learning, path)
+        saved.give_state(trained.learning, optimizer)
+        optimizer.iterations.assign(int(path.name.removeprefix("step-")))

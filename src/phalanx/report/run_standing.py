@@ -1,4 +1,4 @@
-"""How a run stands that another process, or another machine, trains: by its target's word and by its own log."""
+"""The state of a run that another process, or another machine, trains: as its target and its own log tell it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.config.run_files import RUN_TOML
 from phalanx.errors import PhalanxError, RunError, SpecError
+from phalanx.events import RunLog
+from phalanx.events.log import Event, last_failure, outcome_of
 from phalanx.files import Writer, is_written, writer_of
-from phalanx.launch.targets.handed_over import UnmarkedError, is_handed_over, ticket_of
+from phalanx.launch.targets.handed_over import UnmarkedError
+from phalanx.launch.targets.handed_over import is_handed_over
+from phalanx.launch.targets.handed_over import ticket_of
 from phalanx.launch.targets.target import Standing
-from phalanx.report.summary import run_log
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,17 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStanding:
-    """One run.
+    """The state of one run; empty or ``None``: not known yet.
 
     Attributes:
-        state: ``waiting`` in a queue, ``running``, ``ended``, ``stopped``, ``failed``; ``unknown`` where nothing tells.
-        detail: what the target, or the run's last error, says.
-        to: where it was handed to; empty for a run of ``phalanx train``.
-        plan: by which it trains; empty before it has begun.
-        step: of the last step in its log, from 0; ``None`` before the first.
-        steps: that it is to take; ``None`` before it has begun.
-        loss: of that step.
-        checkpoint: the name of the newest, as its log has it.
+        state: ``waiting`` in a queue, ``running``, ``ended``, ``stopped``, ``failed`` or ``unknown``.
+        detail: words of the target, or the run's last error.
+        to: the target; empty for a run of ``phalanx train``.
+        step: the last in the log, from 0.
+        checkpoint: name of the newest, by the log.
     """
 
     folder: str
@@ -50,7 +51,7 @@ class RunStanding:
 
     @property
     def goes_on(self) -> bool:
-        """Return True if there is more to come of it."""
+        """Return True if the run waits or runs."""
         return self.state in ("waiting", "running")
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class RunStanding:
 
 
 def run_standing(folder: Path) -> RunStanding:
-    """How the run in ``folder`` stands.
+    """Return the state of the run in ``folder``.
 
     Raises:
         SpecError: there is neither a run nor a launch in the folder.
@@ -68,43 +69,40 @@ def run_standing(folder: Path) -> RunStanding:
         launched = _ticket(folder)
         if launched:
             standing = launched[0].standing(launched[1], folder)
-    except UnmarkedError as error:  # nobody is asked
+    except UnmarkedError as error:  # its target is not asked
         standing = Standing(state="unknown", detail=error.problems[0].given)
     written = is_written(folder)
-    events = _events(folder)  # later: a run that nobody writes any more has written its end
+    events = _events(folder)  # read later: once the lock is free, the log has its end
     state, detail = ("running", "") if written else _by_log(folder, events)
     if standing:
-        events = events or [dict(event) for event in standing.events]
+        events = events or list(standing.events)
         if standing.state != "unknown":
             state, detail = standing.state, standing.detail or detail
-        elif standing.detail:  # beside what the run's own log tells
+        elif standing.detail:
             detail = "; ".join(part for part in (detail, standing.detail) if part)
     elif not launched and not events and not (folder / RUN_TOML).exists():
         if not (state == "running" or (folder / "launch").is_dir()):
             raise SpecError.of("RUN", f"{folder}, in which there is no run", "a run folder", f"ls {folder}")
         detail = "it has not begun" if state == "running" else f"{detail}; phalanx logs {folder}"
-    begun = next((event for event in reversed(events) if event["event"] == "start"), {})
-    steps = [event for event in events if event["event"] == "step"]
-    saved = [event for event in events if event["event"] == "checkpoint"]
+    last: dict[str, Any] = {event["event"]: event for event in events}
+    start, step, saved = (last.get(name, {}) for name in ("start", "step", "checkpoint"))
     return RunStanding(
         folder=str(folder),
         state=state,
         detail=detail,
         to=launched[1]["to"] if launched else "",
-        plan=begun.get("plan", ""),
-        step=steps[-1]["step"] if steps else None,
-        steps=begun.get("total_steps"),  # pyrefly: ignore[bad-argument-type]
-        loss=steps[-1].get("loss") if steps else None,
-        checkpoint=Path(saved[-1]["path"]).name if saved else "",
+        plan=start.get("plan", ""),
+        step=step.get("step"),
+        steps=start.get("total_steps"),
+        loss=step.get("loss"),
+        checkpoint=Path(saved.get("path", "")).name,
     )
 
 
 def standing_table(found: RunStanding) -> Table:
-    """The same for people."""
-    from rich.table import Table
-    from rich.text import Text
+    """Return the state as a table."""
+    from phalanx.report.render import facts
 
-    table = Table(box=None, show_header=False, pad_edge=False)
     rows = {
         "run": found.folder,
         "state": f"{found.state}: {found.detail}" if found.detail else found.state,
@@ -114,17 +112,14 @@ def standing_table(found: RunStanding) -> Table:
         "loss": "" if found.loss is None else f"{found.loss:.6g}",
         "checkpoint": found.checkpoint,
     }
-    for name, value in rows.items():
-        if value:
-            table.add_row(name, Text(value))  # no markup: it may be a stranger's
-    return table
+    return facts(rows)
 
 
 def stop_run(folder: Path) -> bool:
-    """Have the run in ``folder`` save and stop; returns at once. Returns whether there was one to ask.
+    """Ask the run in ``folder`` to save and stop; return at once, True if there was a run to ask.
 
     Raises:
-        RunError: it goes on on another machine, and no target leads there.
+        RunError: it runs on another machine without a target, or its process cannot be signalled.
     """
     try:
         launched = _ticket(folder)
@@ -140,8 +135,8 @@ def stop_run(folder: Path) -> bool:
     writer = writer_of(folder)
     if writer is None:
         return False
-    if writer.host != socket.gethostname():  # whose locks are not seen here
-        if _last_word(_events(folder)):
+    if writer.host != socket.gethostname():  # its lock cannot be seen from here
+        if outcome_of(_events(folder)) not in ("unknown", ""):
             return False
         way = f"ssh -- {shlex.quote(writer.host)} kill -TERM {writer.pid}"
         raise RunError(f"{folder} is written by {_elsewhere(writer)}\n    try: {way}")
@@ -149,8 +144,8 @@ def stop_run(folder: Path) -> bool:
     if not is_written(folder):
         return False
     if not holds:
-        what = f"{folder} names process {writer.pid} as who writes it, which does not hold its lock"
-        raise RunError(f"{what}\n    try: fuser -v {shlex.quote(str(folder))}/writer.json, which says who does")
+        wrong = f"{folder} names process {writer.pid} as who writes it, which does not hold its lock"
+        raise RunError(f"{wrong}\n    try: fuser -v {shlex.quote(str(folder))}/writer.json, which says who does")
     try:
         os.kill(writer.pid, signal.SIGTERM)
     except ProcessLookupError:
@@ -161,7 +156,7 @@ def stop_run(folder: Path) -> bool:
 
 
 def _holds(folder: Path, pid: int) -> bool:
-    """Return whether the kernel says that process ``pid`` holds the lock of ``folder``."""
+    """Return True if the kernel lists process ``pid`` as holder of the lock of ``folder``."""
     with suppress(OSError):
         number = (folder / "writer.json").lstat().st_ino
         return re.search(rf" WRITE {pid} \S+:{number} ", Path("/proc/locks").read_text()) is not None
@@ -169,38 +164,31 @@ def _holds(folder: Path, pid: int) -> bool:
 
 
 def ranks_of(folder: Path) -> int | None:
-    """How many ranks the run in ``folder`` has, by its log; ``None`` before it has begun."""
-    return next((event["world_size"] for event in reversed(_events(folder)) if event["event"] == "start"), None)
+    """Return the number of ranks of the run in ``folder``, by its log; ``None`` before it has begun."""
+    return next((event["world_size"] for event in _events(folder)), None)
 
 
-def _events(folder: Path) -> list[dict[str, Any]]:
+def _events(folder: Path) -> Sequence[Event]:
     with suppress(PhalanxError, OSError):
-        return [dict(event) for event in run_log(folder).part]
-    return []
+        return RunLog(folder).part
+    return ()
 
 
 def _ticket(folder: Path) -> Any:
     return ticket_of(folder) if is_handed_over(folder) else None
 
 
-def _by_log(folder: Path, events: list[dict[str, Any]]) -> tuple[str, str]:
-    """State and detail as the log of a run tells them that nobody wrote when it was looked at."""
-    last = _last_word(events)
-    if last is None:
-        if is_written(folder):  # it has begun meanwhile
-            return "running", ""
-        writer = writer_of(folder)
-        if writer and writer.host != socket.gethostname():
-            return "unknown", f"written by {_elsewhere(writer)}"
-        return "unknown", "its log has no end" if events else "it has not begun"
-    if last["event"] == "error":
-        return "failed", str(last.get("message", ""))
-    return ("ended" if last["event"] == "end" else "stopped"), ""
-
-
-def _last_word(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The event that says how the run ended; ``None`` where none does."""
-    return next((event for event in reversed(events) if event["event"] in ("end", "error", "stopped")), None)
+def _by_log(folder: Path, events: Sequence[Event]) -> tuple[str, str]:
+    """Return state and detail by the log of a run that no process wrote when it was looked at."""
+    state = outcome_of(events)
+    if state not in ("unknown", ""):
+        return state, str(last_failure(events).get("message", "")) if state == "failed" else ""
+    if is_written(folder):  # it has begun meanwhile
+        return "running", ""
+    writer = writer_of(folder)
+    if writer and writer.host != socket.gethostname():
+        return "unknown", f"written by {_elsewhere(writer)}"
+    return "unknown", "its log has no end" if state else "it has not begun"
 
 
 def _elsewhere(writer: Writer) -> str:

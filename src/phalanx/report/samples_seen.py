@@ -1,4 +1,4 @@
-"""Whether each sample was seen exactly once per epoch, as the ledger of a run shows it, in words."""
+"""The answer of a run's ledger: was each sample seen exactly once per epoch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 from phalanx.config.run_files import LEDGER
 from phalanx.errors import DataError
-from phalanx.report.summary import left_out, run_log
+from phalanx.events import RunLog
+from phalanx.report.summary import left_out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplesSeen:
-    """What the ledger of a run shows.
+    """The content of a run's ledger.
 
     Attributes:
-        samples: in the data; ``None`` for a stream, of which only double samples and gaps can be told.
-        drop_last: whether the partial last batch of each epoch was dropped.
-        epoch_samples: in an epoch, as the job's sampler gave them; ``None`` for a stream.
-        repeats: whether that may give a sample more than once in an epoch.
-        changes: whether batch or data change with the step; ``epochs`` are then passes over one of these data.
-        steps: optimizer steps recorded.
-        epochs: passes over the data that were finished; ``None`` for a stream.
-        wrong: what is wrong, one sentence each; empty where nothing is.
-        notes: of how the run's log could be read.
-        left_out: steps that were seen, and of which no update was made for an accident.
+        samples: in the data; ``None`` for a stream, which is checked for double samples and gaps alone.
+        drop_last: True if the partial last batch of each epoch was dropped.
+        epoch_samples: in an epoch, by the job's sampler; ``None`` for a stream.
+        repeats: True if the sampler may repeat a sample in an epoch.
+        changes: True if batch or data change with the step; ``epochs`` are then passes over one of these data.
+        epochs: finished passes over the data; ``None`` for a stream.
+        wrong: a sentence for each fault.
+        notes: about lines of the log that could not be read.
+        left_out: recorded steps without an update, because of an accident.
     """
 
     folder: str
@@ -48,14 +48,14 @@ class SamplesSeen:
 
     @property
     def question(self) -> str:
-        """What ``answer`` is the answer to: of all samples, or of those that a sampler chose of them."""
+        """The question of ``answer``: about all samples, or about those that a sampler chose."""
         if self.samples is None or self.epoch_samples is None or self.epoch_samples >= self.samples or self.repeats:
             return "each sample seen exactly once per epoch"
         return f"each of the {self.epoch_samples} samples of an epoch, of {self.samples}, seen exactly once in it"
 
     @property
     def answer(self) -> str:
-        """``yes`` or ``no``, and over what; and how many of it no update was made of."""
+        """``yes`` or ``no``, with the steps or epochs, and the number of steps without an update."""
         several = f"{len(self.left_out)} steps" if len(self.left_out) > 1 else f"step {max(self.left_out, default=0)}"
         return self._seen + (f"; no update was made of {several}" if self.left_out else "")
 
@@ -82,7 +82,7 @@ class SamplesSeen:
 
 
 def samples_seen(folder: Path) -> SamplesSeen:
-    """What the ledger of the run in ``folder`` shows, over all its parts where it was resumed.
+    """Return the content of the ledger of the run in ``folder``, over all its parts.
 
     Raises:
         SpecError: if it holds no run.
@@ -90,7 +90,7 @@ def samples_seen(folder: Path) -> SamplesSeen:
     """
     from phalanx.data import audit_run, due, finished_epochs, records  # which load torch
 
-    log = run_log(folder)
+    log = RunLog(folder)
     start = log.part[0]  # none of its parts may change its data or its batch
     if "samples" not in start or "drop_last" not in start:
         error = DataError(
@@ -111,10 +111,18 @@ def samples_seen(folder: Path) -> SamplesSeen:
     if start.get("batch_tokens"):
         epochs = finished_epochs(folder / LEDGER, start["epoch_samples"])
     wrong = tuple(audit_run(folder / LEDGER, start))
-    notes = tuple(left_out(log.skipped))
+    notes = tuple(left_out(log))
     data: dict[str, Any] = {"folder": str(folder), "samples": samples, "batch": batch, "drop_last": drop_last, **order}
     data["changes"] = bool(stretches or start.get("batch_tokens"))
     return SamplesSeen(**data, steps=steps, epochs=epochs, wrong=wrong, notes=notes, left_out=without_update)
+
+
+def troubles(folder: Path) -> list[str]:
+    """Return the errors and drifts in the log of the run's last part, or a sentence about its missing end."""
+    part = RunLog(folder).part
+    found = [f"{event['event']}: {event['message']}" for event in part if event["event"] == "error"]
+    found += [event["message"] for event in part if event["event"] == "warning" and "drifted apart" in event["message"]]
+    return found if part[-1]["event"] == "end" or found else ["the run has not ended, or was ended from outside"]
 
 
 def _per_epoch(samples: int, batch: int, drop_last: bool) -> int:

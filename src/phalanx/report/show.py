@@ -1,24 +1,25 @@
-"""What ``phalanx show`` draws: a plan before any process starts, or the plan of a run beside what was measured."""
+"""The content of ``phalanx show``: a plan before any process starts, or the plan of a run beside its measurements."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.config import Job, Plan
 from phalanx.errors import SpecError
 from phalanx.launch.side_process import look_ahead
+from phalanx.events import RunLog
 from phalanx.parallel import device_kind
 from phalanx.placement.batch_split import micro_batches
 from phalanx.placement.ownership import ParameterShard, Survey, TensorPiece
-from phalanx.placement.schedules import Action, Timed, order, timed, work
+from phalanx.placement.schedules import Timed, order, timed, work
 from phalanx.placement.survey_file import MOST_RANKS, stored_survey
 from phalanx.report.comparison import LATE, stored
 from phalanx.report.drawing import Timeline, samples_of
-from phalanx.report.summary import RunSummary, left_out, run_log, summary_of
+from phalanx.report.summary import RunSummary, left_out, summarise
 from phalanx.train.build_model import without_values
 from phalanx.train.look_ahead import preview
 
@@ -31,8 +32,8 @@ class Planned:
     """The schedule of a pipeline.
 
     Attributes:
-        timeline: with each stage's own cost where it is known.
-        even: the share of idle time if all stages cost the same.
+        timeline: with each stage's own cost, if it is known.
+        even: share of idle time if all stages cost the same.
         micros: micro-batches of each rank in a step.
     """
 
@@ -46,12 +47,11 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRun:
-    """What a run measured.
+    """The measurements of a run.
 
     Attributes:
-        summary: of the run; says what each rank's memory held.
-        timeline: of one step of the first replica's pipeline; ``None`` where there is none.
-        free: the share of idle time if each action takes its measured mean and messages take none.
+        timeline: one step of the first replica's pipeline.
+        free: share of idle time if each action takes its measured mean and messages take no time.
     """
 
     summary: RunSummary
@@ -74,11 +74,11 @@ class Shown:
     """Everything that is drawn.
 
     Attributes:
-        folder: of the run; ``None`` for a plan that has not run.
-        survey: what each rank holds; ``None`` where a run has not stored it.
-        planned: the schedule; ``None`` without a pipeline, or of very many micro-batches.
-        notes: what the plan does not keep of one device's result.
-        missing: what could not be shown, and why, one sentence each.
+        folder: of the run; ``None`` for a plan.
+        survey: the shards of each rank; ``None`` if a run has not stored it.
+        planned: the schedule; ``None`` without a pipeline, or with very many micro-batches.
+        notes: differences from one device.
+        missing: a sentence for each part that could not be shown.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Shown:
 
 
 def of_job(job: Job, plan: Plan) -> Shown:
-    """``job`` under ``plan``, on whatever devices the plan is for.
+    """Return ``job`` under ``plan``, on the devices of the plan.
 
     Raises:
         RefusedError: if the plan cannot serve the job.
@@ -128,43 +128,42 @@ def of_job(job: Job, plan: Plan) -> Shown:
 
 
 def of_run(folder: Path, job: Job | None, foretell: Callable[[Job, Plan], dict[str, Any]]) -> Shown:
-    """The run in ``folder``, from what it has stored.
+    """Return the run in ``folder``, from its files.
 
-    With its ``job`` the model is looked at anew, and ``foretell`` makes the forecast of a run too short for one.
+    With its ``job``, the model is traced again, and ``foretell`` makes the forecast of a run too short for one.
 
     Raises:
-        SpecError: if it holds no run.
+        SpecError: the folder holds no run.
     """
-    log = run_log(folder)
+    log = RunLog(folder)
     start = log.part[0]
     plan, batch, missing = Plan.parse(start["plan"]), start["batch"], list[str]()
     if plan.processes > MOST_RANKS:
         allowed = f"at most {MOST_RANKS} processes"
         raise SpecError.of("run", f"{folder}, a run of {plan.processes} processes", allowed, "phalanx show runs/gpt-1")
-    survey: Survey | None = None
     foretold: dict[str, Any] | None = None
     if job:
         job = replace(job, batch=batch)
-        survey, _ = preview(without_values(job), plan)
+        survey = preview(without_values(job), plan)[0]
         if (stored(folder) or {}).get("missing") == LATE:
             foretold = foretell(job, plan)
     else:
         survey, why = _stored(folder, plan)
-        missing += [f"{why}: phalanx show {folder} --job JOB draws it, and runs the file of JOB"] if why else []
+        again = f"phalanx show {folder} --job JOB draws it, and runs the file of JOB"
+        missing += [f"the shards of each rank are not shown: {why}: {again}"] if why else []
     if survey and survey.elements != start["parameters"]:
         counts = f"{survey.elements} parameters {'now' if job else 'stored'}, {start['parameters']} then"
         missing.append(f"the job has changed since the run: {counts}")
-    missing += left_out(log.skipped)
-    measured = _measured(log.part, plan, summary_of(log.events, folder, foretold))
+    measured, laid = _measured(log, plan, summarise(folder, foretold)), planned(plan, batch, survey)
+    missing += left_out(log)
     if not measured.summary.peak_bytes:
-        missing.append("no memory is shown: the run has not come to its end")
+        missing.append("no memory is shown: the run has not ended")
     elif not measured.summary.memory:
-        missing.append("memory is not shown by part: the version that wrote the run's log did not measure it")
-    laid = planned(plan, batch, survey)
+        missing.append("memory is not shown by part: an earlier version wrote the log, which did not measure it")
     if plan.pp > 1 and not laid:
         missing.append(f"no schedule is shown: it has more than {MOST_MICROS} micro-batches")
     if plan.pp > 1 and not measured.timeline:
-        missing.append("no timeline is shown: the run's log has none of a whole step")
+        missing.append("no timeline is shown: the log has no timeline of a whole step")
     return Shown(
         name=start["job"],
         folder=str(folder),
@@ -180,41 +179,41 @@ def of_run(folder: Path, job: Job | None, foretell: Callable[[Job, Plan], dict[s
 
 
 def _stored(folder: Path, plan: Plan) -> tuple[Survey | None, str]:
-    """What the run has stored of who holds what; or why that cannot be shown."""
+    """Return the stored survey of the run, or why it cannot be shown."""
     try:
         survey = stored_survey(folder)
     except SpecError as error:
-        problem = error.problems[0]
-        return None, f"who holds what is not shown, for {problem.where} cannot be used (given {problem.given})"
+        return None, f"{error.problems[0].where} cannot be used (given {error.problems[0].given})"
     if survey is None:
-        return None, "who holds what is not shown, for the run has not stored it"
-    if survey.plan != plan:
-        return None, f"who holds what is not shown, for what is stored is of another plan, {survey.plan}"
-    return survey, ""
+        return None, "the run has not stored it"
+    return (survey, "") if survey.plan == plan else (None, f"what is stored is of another plan, {survey.plan}")
 
 
 def planned(plan: Plan, batch: int, survey: Survey | None) -> Planned | None:
-    """The schedule of ``plan`` if messages take no time; with the costs of its stages where a survey tells them."""
+    """Return the schedule of ``plan`` if messages take no time, with the cost of each stage if a survey tells it."""
     if plan.pp == 1 or (micros := micro_batches(plan, batch)) > MOST_MICROS:
         return None
-    laid = order(plan.schedule, plan.pp, plan.stages, micros)
-    again = survey is not None and survey.recomputes
-    even = _timeline("", timed(laid, lambda action: work(plan, action, recomputes=again)), plan)
-    many = f"{plan.schedule}, {micros} micro-batch{'es' if micros > 1 else ''}"
-    if survey is None:
-        return Planned(timeline=replace(even, title=f"planned: {many}"), even=even.idle, micros=micros)
-    costs = [stage.cost * len(survey.stages) / sum(one.cost for one in survey.stages) for stage in survey.stages]
-    found = timed(laid, lambda action: work(plan, action, recomputes=again) * costs[action.stage])
-    return Planned(timeline=_timeline(f"planned: {many}", found, plan), even=even.idle, micros=micros)
+    laid, costs = order(plan.schedule, plan.pp, plan.stages, micros), dict[int, float]()
+    if survey is not None:
+        whole = sum(stage.cost for stage in survey.stages)
+        costs = {at: stage.cost * len(survey.stages) / whole for at, stage in enumerate(survey.stages)}
+
+    def found(costs: Mapping[int, float]) -> Timeline:
+        again = survey is not None and survey.recomputes
+        title = f"planned: {plan.schedule}, {micros} micro-batch{'es' if micros > 1 else ''}"
+        seconds = timed(laid, lambda one: work(plan, one, recomputes=again) * costs.get(one.stage, 1.0))
+        return _timeline(title, seconds, plan)
+
+    return Planned(timeline=found(costs), even=found({}).idle, micros=micros)
 
 
 def ranks_of(plan: Plan) -> tuple[int, ...]:
-    """The ranks of the first replica's pipeline, by their place along ``pp``."""
+    """Return the ranks of the first replica's pipeline, by their place along ``pp``."""
     return tuple(range(0, plan.world_size, plan.world_size // plan.pp))
 
 
 def described(piece: TensorPiece, shape: Sequence[int]) -> str:
-    """A part of a tensor of this shape in words, such as ``rows 0:64``."""
+    """Return the words for a part of a tensor of this shape, such as ``rows 0:64``."""
     if not piece.elements:
         return "nothing"
     words: list[str] = []
@@ -231,93 +230,56 @@ def _timeline(title: str, actions: Iterable[Timed], plan: Plan) -> Timeline:
     return Timeline(title=title, actions=tuple(actions), ranks=ranks_of(plan))
 
 
-def _measured(events: Sequence[Mapping[str, Any]], plan: Plan, summary: RunSummary) -> MeasuredRun:
-    of_ranks = {event["rank"]: event for event in events if event["event"] == "timeline"}
+def _measured(log: RunLog, plan: Plan, summary: RunSummary) -> MeasuredRun:
     ranks = ranks_of(plan)
-    if plan.pp == 1 or not set(ranks) <= set(of_ranks):
+    found = Timeline.from_events([one for one in log.part if one["event"] == "timeline" and one["rank"] in ranks])
+    if plan.pp == 1 or found is None or found.ranks != ranks or found.micros > MOST_MICROS:
         return MeasuredRun(summary=summary)
-    if any(action[2] >= MOST_MICROS for rank in ranks for action in of_ranks[rank]["actions"]):
-        return MeasuredRun(summary=summary)
-    actions = [
-        Timed(place, Action(kind, stage, micro), begin, end)
-        for place, rank in enumerate(ranks)
-        for kind, stage, micro, begin, end in of_ranks[rank]["actions"]
-    ]
-    if not actions:
-        return MeasuredRun(summary=summary)
-    title = f"measured: step {of_ranks[ranks[0]]['step']}"
-    in_order = tuple(sorted(actions, key=lambda one: (one.begin, one.rank)))
-    found = Timeline(title=title, actions=in_order, ranks=ranks, seconds=True)
     return MeasuredRun(summary=summary, timeline=found, free=_without_messages(found, plan))
 
 
 def _without_messages(found: Timeline, plan: Plan) -> float:
-    """The share of idle time if each kind of action of each stage takes its mean, and messages take no time."""
+    """Return the share of idle time if actions take the mean of their kind and stage, and messages take no time."""
     seconds: dict[tuple[str, int], list[float]] = {}
     for one in found.actions:
         seconds.setdefault((one.action.kind, one.action.stage), []).append(one.end - one.begin)
-    laid = order(plan.schedule, plan.pp, plan.stages, 1 + max(one.action.micro for one in found.actions))
+    laid = order(plan.schedule, plan.pp, plan.stages, found.micros)
     means = {key: statistics.fmean(values) for key, values in seconds.items()}
     return _timeline("", timed(laid, lambda action: means.get((action.kind, action.stage), 0.0)), plan).idle
 
 
 def _survey_as_dict(survey: Survey | None, plan: Plan, batch: int) -> dict[str, Any]:
     if survey is None:
-        return {"parameters": None, "stages": None, "ranks": None, "holds": None, "tied": None, "whole": None}
-    places: dict[tuple[int, ...], int] = {}
-    holds: list[list[dict[str, Any]]] = []
-    ranks: list[dict[str, Any]] = []
+        return dict.fromkeys(("parameters", "stages", "ranks", "holds", "buffers", "tied", "whole"))
+    first: dict[tuple[int, ...], int] = {}  # rank of each place
     for rank in range(plan.world_size):
-        held = survey.shards_of(rank)
-        if survey.place(rank) not in places:
-            places[survey.place(rank)] = len(holds)
-            holds.append([_held_as_dict(one) for one in held])
-        part = plan.part(rank)
-        samples = [samples_of(plan, batch, part)[0], samples_of(plan, batch, part + plan.threads - 1)[1]]
-        ranks.append(
-            {
-                "rank": rank,
-                "at": plan.coordinate(rank),
-                "samples": samples,
-                "holds": places[survey.place(rank)],
-                "parameter_bytes": sum(one.bytes for one in held),
-                "gradient_bytes": sum(one.gradient_bytes for one in held),
-                "optimizer_elements": sum(one.stepped_elements for one in held),
-            }
-        )
+        first.setdefault(survey.place(rank), rank)
+    places, ranks = {place: at for at, place in enumerate(first)}, list[dict[str, Any]]()
+    for rank in range(plan.world_size):
+        held, part = survey.shards_of(rank), plan.part(rank)
+        told: dict[str, Any] = {"rank": rank, "at": plan.coordinate(rank), "holds": places[survey.place(rank)]}
+        told["samples"] = [samples_of(plan, batch, part)[0], samples_of(plan, batch, part + plan.threads - 1)[1]]
+        told["parameter_bytes"] = sum(one.bytes for one in held)
+        told["gradient_bytes"] = sum(one.gradient_bytes for one in held)
+        ranks.append(told | {"optimizer_elements": sum(one.stepped_elements for one in held)})
     whole = sum(stage.cost for stage in survey.stages)
     return {
         "parameters": survey.elements,
-        "stages": [
-            {
-                "stage": stage.index,
-                "pp": stage.rank,
-                "units": list(stage.units),
-                "parameters": list(stage.parameters),
-                "elements": stage.elements,
-                "cost_share": stage.cost / whole,
-            }
-            for stage in survey.stages
-        ],
+        "stages": [{**asdict(stage), "cost_share": stage.cost / whole} for stage in survey.stages],
         "ranks": ranks,
-        "holds": holds,
-        "buffers": [{"name": one.name, "shape": list(one.shape), "bytes": one.bytes} for one in survey.buffers],
-        "tied": {name: list(stages) for name, stages in survey.tied.items()},
-        "whole": list(survey.whole),
+        "holds": [[_held_as_dict(one) for one in survey.shards_of(rank)] for rank in first.values()],
+        "buffers": [asdict(one) for one in survey.buffers],
+        "tied": survey.tied,
+        "whole": survey.whole,
     }
 
 
 def _held_as_dict(held: ParameterShard) -> dict[str, Any]:
-    def part(piece: TensorPiece | None) -> Any:
-        return piece and {"shape": list(piece.shape), "ranges": [[list(run) for run in dim] for dim in piece.ranges]}
-
+    pieces = {"parameter": held.parameter, "gradient": held.gradient, "stepped": held.stepped}
+    shown = {name: piece and {"shape": piece.shape, "ranges": piece.ranges} for name, piece in pieces.items()}
     return {
-        "name": held.tensor.name,
-        "shape": list(held.tensor.shape),
-        "dtype": held.tensor.dtype,
+        **asdict(held.tensor),
         "cut_over": ["x".join(share.axes) for share in held.shares],
-        "parameter": part(held.parameter),
-        "gradient": part(held.gradient),
-        "stepped": part(held.stepped),
+        **shown,
         "bytes": held.bytes,
     }

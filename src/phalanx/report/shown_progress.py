@@ -1,4 +1,4 @@
-"""What ``fit`` shows of a run: progress on a terminal, a line in a notebook, elsewhere warnings in the log."""
+"""Viewers of ``fit``: progress on a terminal, a line in a notebook, else warnings in the log of Python; TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from rich.text import Text
 
-from phalanx.errors import SpecError
+from phalanx.errors import MissingExtraError, SpecError
 from phalanx.events.following import Event, Follower, Viewer
-from phalanx.report.progress import Lines, StepPace, line_of, progress, step_text
-from phalanx.report.tables import PlainConsole
+from phalanx.report.progress import ALL, Lines, StepViewer, progress, same_terminal
+from phalanx.report.render import PlainConsole
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Watch = Callable[[], None] | Literal[False] | None
-"""Called about ten times a second; ``False``: nobody looks on; ``None``: whatever suits where the output goes."""
+"""A function called about ten times a second; ``False``: show no progress; ``None``: show it as the output allows."""
 
 _log = logging.getLogger("phalanx")
 
 
 @contextmanager
 def looked_on(watch: Watch, log: Path) -> Iterator[Callable[[], None] | None]:
-    """What is to be called about ten times a second for ``watch``; within, a run writes ``log``.
+    """Give the function to be called about ten times a second for ``watch``, while a run writes ``log``.
 
     Raises:
         SpecError: ``watch`` is something else.
@@ -46,17 +50,10 @@ def looked_on(watch: Watch, log: Path) -> Iterator[Callable[[], None] | None]:
         yield look
 
 
-@contextmanager
-def logged(log: Path) -> Iterator[Callable[[], None]]:
-    """As ``looked_on``, for a run in the background: what is wrong with it goes to the logger ``phalanx``."""
-    with Follower(log, [LoggedWarnings()]) as follower:
-        yield follower
-
-
 def viewers_of_worker(watch: Watch) -> list[Viewer]:
-    """What shows a run in a worker of torchrun, whose output is that of all ranks: a line every few seconds.
+    """Return the viewers in a worker of torchrun, whose output is that of all ranks: a line every few seconds.
 
-    ``watch`` is never called there; where it is a function, the logger ``phalanx`` is told what is wrong.
+    ``watch`` is never called there; if it is a function, warnings go to the logger ``phalanx``.
     """
     if watch is False:
         return []
@@ -64,24 +61,41 @@ def viewers_of_worker(watch: Watch) -> list[Viewer]:
 
 
 def _usual() -> Viewer:
-    """What shows a run where this process's output goes."""
-    if (display := _notebook()) is not None:
-        return NotebookLine(display)
-    on_terminal = sys.stdout is not None and sys.stdout.isatty()
-    return progress(PlainConsole(stderr=True)) if on_terminal else LoggedWarnings()
-
-
-def _notebook() -> Any:
-    """IPython's ``display`` where a notebook's kernel runs this process; ``None`` elsewhere."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if getattr(shell, "kernel", None) is None:
-        return None
-    return import_module("IPython.display").display
+    if getattr(shell, "kernel", None) is not None:
+        return NotebookLine(import_module("IPython.display").display)
+    return progress(PlainConsole(stderr=True)) if same_terminal() else LoggedWarnings()
+
+
+@final
+class NotebookLine(StepViewer):
+    """A line of a notebook that changes with the run; lines of other events are printed above."""
+
+    def __init__(self, display: Any) -> None:
+        super().__init__("", ALL - {"checkpoint"})
+        self._display = display
+        self._handle: Any = None
+
+    def _say(self, line: str) -> None:
+        print(Text.from_markup(line).plain, flush=True)
+
+    def tick(self) -> None:
+        if not self._latest:
+            return
+        text, self._latest = self._text(), {}
+        shown = {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>"}
+        if self._handle is None:
+            self._handle = self._display(shown, raw=True, display_id=True)
+        else:
+            self._handle.update(shown, raw=True)
+
+    def close(self) -> None:
+        self.tick()
 
 
 @final
 class LoggedWarnings(Viewer):
-    """Where nobody looks: what differs from one device and what else is wrong goes to the logger ``phalanx``."""
+    """Warnings, and differences from one device, in the logger ``phalanx``."""
 
     def event(self, event: Event) -> None:
         differs = [f"differs from one device: {note}" for note in event["notes"]] if event["event"] == "start" else []
@@ -90,34 +104,49 @@ class LoggedWarnings(Viewer):
 
 
 @final
-class NotebookLine(Viewer):
-    """One line that changes as the run goes on; what is worth a line of its own is printed above."""
+class TensorBoard(Viewer):
+    """Losses, learning rates, gradient norms, pace and evaluations as TensorBoard scalars, by step.
 
-    def __init__(self, display: Any) -> None:
-        self._display = display
-        self._handle: Any = None
-        self._pace, self._total = StepPace(), None
-        self._text = self._shown = ""
+    The first event makes the writer: it starts a thread, which must not be there when workers are forked.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if find_spec("tensorboard") is None:
+            raise MissingExtraError("tensorboard", "tensorboard")
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
 
     def event(self, event: Event) -> None:
-        if event["event"] == "start":
-            self._total = event["total_steps"]
-        elif event["event"] == "step":
-            self._pace.add(event)
-            of = f"/{self._total:,}" if self._total else ""
-            self._text = f"step {event['step'] + 1:,}{of}  {step_text(event, self._pace, self._total)}"
-        if event["event"] not in ("checkpoint", "end") and (line := line_of(event)):
-            print(Text.from_markup(line).plain, flush=True)
-
-    def tick(self) -> None:
-        if self._text == self._shown:
-            return
-        self._shown = self._text
-        shown = {"text/plain": self._text, "text/html": f"<pre>{escape(self._text)}</pre>"}
-        if self._handle is None:
-            self._handle = self._display(shown, raw=True, display_id=True)
-        else:
-            self._handle.update(shown, raw=True)
+        match event["event"]:
+            case "step":
+                scalars = {
+                    "train/loss": event["loss"],
+                    "train/lr": event["lr"],
+                    "train/grad_norm": event["grad_norm"],
+                    **{f"train/loss/{phase}": loss for phase, loss in event.get("losses", {}).items()},
+                    "speed/samples_per_second": event["samples"] / event["seconds"] if event["seconds"] > 0 else None,
+                }
+                self._write(scalars, event["step"] + 1)
+            case "evaluate":
+                values = {"loss": event["loss"], **event["metrics"]}
+                self._write({f"evaluation/{name}": value for name, value in values.items()}, event["step"])
+            case "start":
+                self._open().add_text("plan", event["plan"], event["first_step"])
+            case _:
+                pass
 
     def close(self) -> None:
-        self.tick()
+        if self._writer:
+            self._writer.close()
+
+    def _write(self, scalars: dict[str, float | None], step: int) -> None:
+        for name, value in scalars.items():
+            if value is not None:
+                self._open().add_scalar(name, value, step)
+
+    def _open(self) -> SummaryWriter:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder))
+        return self._writer

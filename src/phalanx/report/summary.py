@@ -1,57 +1,113 @@
-"""What a run came to: numbers from its event log, averagings, servers and interruptions among them."""
+"""The summary of a run: numbers from its event log, averagings, parameter servers and interruptions among them."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.config import Plan
-from phalanx.config.run_files import EVENTS
-from phalanx.errors import PhalanxError, SpecError
-from phalanx.events import EventReader
+from phalanx.events import RunLog
 from phalanx.report.comparison import Compared, memory_beside, step_beside, stored
+from phalanx.report.drawing import Timeline
 from phalanx.report.progress import Event, interruption_text, waited_share
 from phalanx.units import show_bytes, show_count, show_names
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations")  # of a rank's memory
 
-Action = Sequence[Any]  # kind, stage, micro-batch, begin, end
-
 WARM_UP = 3  # first steps that are not timed: allocation, first touch of the data, compilation
+
+_MOST = 8  # workers that are named
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Averagings:
+    """Averagings of replicas that step by themselves.
+
+    Attributes:
+        bytes: sent by rank 0.
+        whole: bytes that rank 0 would have sent without ``compress``.
+        waited: share of rank 0's time; ``None`` if no time was measured.
+    """
+
+    count: int
+    bytes: int
+    whole: int
+    waited: float | None
+
+    def __str__(self) -> str:
+        waited = "" if self.waited is None else f", {self.waited:.1%} of the time waited"
+        of = f" in place of {show_bytes(self.whole)}" if self.whole > self.bytes else ""
+        return f"{self.count}, {show_bytes(self.bytes)} sent by rank 0{of}{waited}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """Numbers of a run with parameter servers.
+
+    Attributes:
+        staleness: updates that a gradient lacked → number of pieces.
+        rates: samples/s by worker, of those at the end.
+        pieces: pieces that counted, by worker.
+        dropped: pieces left out of their step, because backup workers had done enough.
+        lost_workers: number of losses.
+    """
+
+    staleness: Mapping[int, int]
+    rates: Mapping[int, float]
+    pieces: Mapping[int, int]
+    dropped: int
+    lost_workers: int
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """Names and values for a table; empty values are to be left out."""
+        each = [f"{rank}: {show_count(rate)}" for rank, rate in self.rates.items()]
+        left_out = f"; {self.dropped} pieces left out" if self.dropped else ""
+        return {
+            "staleness": self._spread() + left_out,
+            "each worker": f"{show_names(each, _MOST)} samples/s" if each else "",
+            "workers lost": str(self.lost_workers or ""),
+        }
+
+    def _spread(self) -> str:
+        counts, every = self.staleness, sum(self.staleness.values())
+        median = statistics.median_low(Counter(counts).elements()) if counts else 0
+        if len(counts) <= 1:
+            return (
+                f"{median} updates in every gradient" if median else "none: each gradient is of the newest parameters"
+            )
+        shares = ", ".join(f"{value}: {count / every:.0%}" for value, count in counts.items())
+        return f"{min(counts)} to {max(counts)} updates, median {median} ({shares})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """One run, or the part of it since it was resumed.
+    """One run, or its part since the last resume.
 
     Attributes:
-        devices: that the plan uses: processes times threads.
+        devices: processes times threads.
         batch: samples in one optimizer step.
         parameters: elements of all parameters.
-        first_step: the step it began with.
-        step: optimizer steps taken so far, counted from the very beginning.
-        step_seconds: median wall time of a step, the first few left out; ``None`` where none was taken.
-        seconds: wall time from the first step to the last.
-        evaluation: ``loss``, ``samples`` and ``metrics`` of the last evaluation.
+        step: optimizer steps taken so far, over all parts.
+        step_seconds: median, without the first few steps.
+        seconds: from the first step to the last.
+        evaluation: the last: ``step``, ``loss``, ``samples``, ``metrics``.
         peak_bytes: largest memory of each rank: resident set on CPU, allocated on CUDA.
-        memory: what each rank's memory holds, part → bytes; empty where the log is older than its schema 1.2.
-        waited: the share of rank 0's time in which it waited for data; ``None`` where the log does not tell.
-        load_workers: processes of each rank that load data.
-        idle: the share of a pipeline's time in which its ranks wait or send, in the one step that was timed.
-        averagings: of replicas that step by themselves; ``None`` where there were none.
-        serving: of parameter servers; ``None`` where there were none.
-        sent: bytes that each rank sent of compressed gradients; empty where they went whole.
-        whole: bytes that each would have sent of whole ones.
-        forecast: of the run, as ``forecast.json`` has it; or why it is ``missing``; ``None`` where none was asked for.
-        beside: the forecast beside what was measured.
-        shares: samples of a full batch that each rank of ``dp`` took at last; empty where all took the same.
-        moves: how often they changed.
+        memory: part → bytes, by rank; empty if the log is older than its schema 1.2.
+        waited: share of rank 0's time in which it waited for data; ``None`` if the log does not tell.
+        idle: share of a pipeline's time in which its ranks wait or send, in the timed step.
+        sent: bytes of compressed gradients, by rank; empty without ``compress``.
+        whole: bytes that each rank would have sent without ``compress``.
+        forecast: content of ``forecast.json``; ``None`` if no forecast was asked for.
+        beside: the forecast beside the measurement.
+        shares: last samples of a full batch, by rank of ``dp``; empty if all took the same.
+        moves: number of changes of ``shares``.
         checkpoint: the newest, relative to the folder.
-        interruptions: of all of its parts: why it was started again, or went on with another number of devices.
+        interruptions: restarts and resizes of all parts.
     """
 
     folder: str
@@ -92,33 +148,20 @@ class RunSummary:
         return {**asdict(self), "beside": [one.to_dict() for one in self.beside]}
 
 
-def summarise(folder: Path) -> RunSummary:
-    """The summary of the run in ``folder``, or of its last part where it was resumed.
+def summarise(folder: Path, foretold: dict[str, Any] | None = None) -> RunSummary:
+    """Return the summary of the run in ``folder``, or of its last part if it was resumed.
+
+    ``foretold`` takes the place of the stored forecast.
 
     Raises:
-        DataError: if its log holds no start.
+        SpecError: its log holds no start.
     """
-    log = run_log(folder)
-    return summary_of(log.events, folder, skipped=log.skipped)
-
-
-def summary_of(
-    events: Iterable[Event], folder: Path, foretold: dict[str, Any] | None = None, *, skipped: int = 0
-) -> RunSummary:
-    """The summary of a run's events, or of its last part's; ``summarise`` reads them from its folder.
-
-    ``foretold`` takes the place of what is stored of its forecast; ``skipped`` are lines that were no events.
-
-    Raises:
-        DataError: if there is no ``start`` among them.
-    """
-    events = list(events)
-    part = _last_part(events, folder)
-    start = part[0]
-    by_name: dict[str, list[Event]] = {}
+    log = RunLog(folder)
+    part = log.part
+    start, by_name = part[0], dict[str, list[Event]]()
     for event in part:
         by_name.setdefault(event["event"], []).append(event)
-    steps, shares, checks = (by_name.get(name, list[Event]()) for name in ("step", "shares", "check"))
+    steps, shares, checks, saved = (by_name.get(name, []) for name in ("step", "shares", "check", "checkpoint"))
     checked = (f"{one['message']}, in {one['seconds']:.1f} s" for one in checks if one["equal"] is not None)
     wrong = [*by_name.get("warning", []), *(one for one in checks if one["equal"] is False)]
     timed = [event for event in (steps[WARM_UP:] or steps[1:] or steps) if event["seconds"] > 0]
@@ -129,7 +172,8 @@ def summary_of(
     by_part = all("parameters" in event for event in memory)
     held = tuple({part: event[part] for part in PARTS} for event in memory if by_part)
     foretold = foretold or stored(folder, start["plan"])
-    traffic, timelines = by_name.get("traffic", []), by_name.get("timeline", [])
+    timeline = Timeline.from_events(by_name.get("timeline", []))
+    traffic = by_name.get("traffic", [])
     return RunSummary(
         folder=str(folder),
         **{name: start[name] for name in ("job", "plan", "device", "batch", "parameters", "first_step")},
@@ -144,22 +188,28 @@ def summary_of(
         memory=held,
         waited=waited_share(timed),
         load_workers=start.get("workers", 0),
-        idle=idle_share([event["actions"] for event in timelines]),
-        averagings=averagings(by_name.get("sync", []), steps, end.get("seconds")),
-        serving=serving(by_name),
+        idle=timeline.idle if timeline else None,
+        averagings=_averagings(by_name.get("sync", []), steps, end.get("seconds")),
+        serving=_serving(by_name),
         sent=tuple(event["sent"] for event in traffic),
         whole=tuple(event["whole"] for event in traffic),
         forecast=foretold,
-        beside=beside_of(foretold, part, held, seconds),
+        beside=_beside(foretold, by_name, timeline, held, seconds),
         shares=tuple(shares[-1]["shares"]) if shares else (),
         moves=max(0, len(shares) - 1),
         slowest=slowest_rank(shares[-1]["seconds"]) if shares else "",
-        checkpoint=by_name["checkpoint"][-1]["path"] if "checkpoint" in by_name else None,
-        interruptions=tuple(interruption_text(event) for event in events if event["event"] in ("restart", "resize")),
+        checkpoint=saved[-1]["path"] if saved else None,
+        interruptions=tuple(interruption_text(one) for one in log.events if one["event"] in ("restart", "resize")),
         notes=(*start["notes"], *checked),
-        warnings=(*(one["message"] for one in wrong), *left_out(skipped)),
+        warnings=(*(one["message"] for one in wrong), *left_out(log)),
         finished="end" in by_name,
     )
+
+
+def left_out(log: RunLog) -> list[str]:
+    """Return a sentence about lines of the log that were no events; no sentence without any."""
+    lines = "1 line of the log was" if log.skipped == 1 else f"{log.skipped} lines of the log were"
+    return [f"{lines} not understood, and left out"] if log.skipped else []
 
 
 def slowest_rank(seconds: Sequence[float | None]) -> str:
@@ -169,116 +219,29 @@ def slowest_rank(seconds: Sequence[float | None]) -> str:
     return f"; rank {known[-1][1]} of dp takes {factor:.1f} times as long for each" if factor >= 1.2 else ""
 
 
-def beside_of(
-    foretold: dict[str, Any] | None, events: Sequence[Event], held: Sequence[dict[str, int]], seconds: float | None
+def _beside(
+    foretold: dict[str, Any] | None,
+    by_name: Mapping[str, Sequence[Event]],
+    timeline: Timeline | None,
+    held: Sequence[dict[str, int]],
+    seconds: float | None,
 ) -> tuple[Compared, ...]:
-    """A run's stored forecast beside what it measured: its events, each rank's memory by part, seconds of a step."""
-    forecast = (foretold or {}).get("forecast")
+    forecast, start = (foretold or {}).get("forecast"), by_name["start"][0]
     if not forecast:
         return ()
-    if events[0].get("stretches") or events[0].get("batch_tokens"):  # the forecast's time is that of one kind of step
+    if start.get("stretches") or start.get("batch_tokens"):  # the forecast's time is that of one kind of step
         return tuple(memory_beside(forecast, held))
     measured: dict[str, float] = {"whole": seconds} if seconds else {}
-    for event in events:
-        if event["event"] == "timing" and seconds:
-            passes, update = event["passes"], event["update"]
-            measured |= {"passes": passes, "update": update, "rest": max(0.0, seconds - passes - update)}
-    ranks = [event["actions"] for event in events if event["event"] == "timeline"]
-    if (idle := idle_share(ranks)) is not None:
-        moments = [moment for actions in ranks for *_, begin, end in actions for moment in (begin, end)]
-        whole = max(moments) - min(moments)
-        measured |= {"computing": (1 - idle) * whole, "pipeline": idle * whole}
+    for event in by_name.get("timing", []) if seconds else []:
+        passes, update = event["passes"], event["update"]
+        measured |= {"passes": passes, "update": update, "rest": max(0.0, (seconds or 0.0) - passes - update)}
+    if timeline:
+        idle = timeline.idle * timeline.length
+        measured |= {"computing": timeline.length - idle, "pipeline": idle}
     return (*step_beside(forecast, measured), *memory_beside(forecast, held))
 
 
-def idle_share(ranks: Sequence[Sequence[Action]]) -> float | None:
-    """The share of the ranks' time, from the first's begin to the last's end, in which they do none of their actions.
-
-    ``ranks``: for each its ``actions`` as a ``timeline`` event has them. ``None`` where there are none.
-    """
-    actions = [action for rank in ranks for action in rank]
-    whole = max((end for *_, end in actions), default=0.0) - min((begin for *_, begin, _ in actions), default=0.0)
-    busy = sum(end - begin for *_, begin, end in actions)
-    return 1.0 - busy / (whole * len(ranks)) if whole > 0 else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunLog:
-    """The event log of a run.
-
-    Attributes:
-        events: all of them, over all parts of the run.
-        part: those of its last part, since it was started last; the first is its ``start``.
-        skipped: lines that were no events.
-    """
-
-    events: tuple[Event, ...]
-    part: tuple[Event, ...]
-    skipped: int
-
-
-def run_log(folder: Path) -> RunLog:
-    """The log of the run in ``folder``.
-
-    Raises:
-        SpecError: if it holds no start.
-    """
-    reader = EventReader(folder / EVENTS)
-    events = tuple(reader.new())
-    return RunLog(events=events, part=tuple(_last_part(events, folder)), skipped=reader.skipped)
-
-
-def ended_since(folder: Path, began: float) -> bool:
-    """Return True if the run in ``folder`` has come to its end since the time ``began``, in seconds since 1970."""
-    try:
-        return any(event["event"] == "end" and event["time"] >= began for event in run_log(folder).part)
-    except (PhalanxError, OSError):
-        return False
-
-
-def left_out(skipped: int) -> list[str]:
-    """What is to be said of so many lines of a log that were no events; nothing of none."""
-    lines = "1 line of the log was" if skipped == 1 else f"{skipped} lines of the log were"
-    return [f"{lines} not understood, and left out"] if skipped else []
-
-
-def _last_part(events: Iterable[Event], folder: Path) -> list[Event]:
-    part: list[Event] = []
-    for event in events:
-        if event["event"] == "start":
-            part = []
-        part.append(event)
-    if not part or part[0]["event"] != "start":
-        allowed = "the folder of a run, which holds its events.jsonl"
-        fix = f"phalanx train JOB --run {folder}"
-        raise SpecError.of("run", f"{folder}, which holds no log of a run", allowed, fix)
-    return part
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Averagings:
-    """Of replicas that step by themselves.
-
-    Attributes:
-        count: averagings.
-        bytes: that rank 0 sent for them.
-        whole: bytes that those would have been without ``compress``.
-        waited: the share of rank 0's time that they held it up.
-    """
-
-    count: int
-    bytes: int
-    whole: int
-    waited: float | None
-
-    def __str__(self) -> str:
-        waited = "" if self.waited is None else f", {self.waited:.1%} of the time waited"
-        of = f" in place of {show_bytes(self.whole)}" if self.whole > self.bytes else ""
-        return f"{self.count}, {show_bytes(self.bytes)} sent by rank 0{of}{waited}"
-
-
-def averagings(syncs: Sequence[Event], steps: Sequence[Event], seconds: float | None) -> Averagings | None:
-    """Those of a run: its ``sync`` and ``step`` events, and its wall time once it has ended; ``None`` without any."""
+def _averagings(syncs: Sequence[Event], steps: Sequence[Event], seconds: float | None) -> Averagings | None:
     if not syncs:
         return None
     whole = seconds or sum(event["seconds"] for event in steps)
@@ -287,42 +250,7 @@ def averagings(syncs: Sequence[Event], steps: Sequence[Event], seconds: float | 
     return Averagings(count=len(syncs), bytes=sent, whole=of, waited=waited)
 
 
-_MOST = 8  # workers that are named
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Serving:
-    """Of a run with parameter servers.
-
-    Attributes:
-        staleness: updates that gradients lacked → pieces of which that was so.
-        rates: samples/s of each worker that was there at the end, by rank, since it came.
-        pieces: how many pieces each of them computed that counted.
-        dropped: pieces left out of their step, which backup workers did not wait for.
-        lost_workers: how often a worker was lost.
-    """
-
-    staleness: Mapping[int, int]
-    rates: Mapping[int, float]
-    pieces: Mapping[int, int]
-    dropped: int
-    lost_workers: int
-
-    @property
-    def rows(self) -> list[tuple[str, str]]:
-        found = [("staleness", _spread(self.staleness))]
-        if self.dropped:
-            found[0] = ("staleness", f"{found[0][1]}; {self.dropped} pieces left out")
-        if self.rates:
-            each = [f"{rank}: {show_count(rate)}" for rank, rate in self.rates.items()]
-            found.append(("each worker", f"{show_names(each, _MOST)} samples/s"))
-        if self.lost_workers:
-            found.append(("workers lost", str(self.lost_workers)))
-        return found
-
-
-def serving(by_name: Mapping[str, Sequence[Event]]) -> Serving | None:
-    """What the events of a run, by name, tell of its servers; ``None`` where it had none."""
+def _serving(by_name: Mapping[str, Sequence[Event]]) -> Serving | None:
     updates, worked = by_name.get("update", []), by_name.get("worked", [])
     if not updates:
         return None
@@ -333,18 +261,3 @@ def serving(by_name: Mapping[str, Sequence[Event]]) -> Serving | None:
         dropped=sum(event["dropped"] for event in updates),
         lost_workers=sum(event["state"] == "lost" for event in by_name.get("worker", [])),
     )
-
-
-def _spread(counts: Mapping[int, int]) -> str:
-    """Least, median and most, and how the pieces spread."""
-    every = sum(counts.values())
-    passed, median = 0, 0
-    for value, count in counts.items():
-        passed += count
-        if passed * 2 >= every:
-            median = value
-            break
-    if len(counts) == 1:
-        return f"{median} updates in every gradient" if median else "none: each gradient is of the newest parameters"
-    shares = ", ".join(f"{value}: {count / every:.0%}" for value, count in counts.items())
-    return f"{min(counts)} to {max(counts)} updates, median {median} ({shares})"

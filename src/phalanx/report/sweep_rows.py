@@ -1,4 +1,4 @@
-"""What the runs of a sweep came to, best first: a row a combination of values and plan, and their table."""
+"""The results of a sweep, best first: a row a combination of values and plan, and their table."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.text import Text
 
 from phalanx.config.job import Best
 from phalanx.config.params import Value
 from phalanx.errors import MissingExtraError, SpecError
+from phalanx.report.render import as_text, table
 from phalanx.report.run_results import Run
 from phalanx.report.summary import summarise
-from phalanx.report.tables import PlainConsole, headed
 from phalanx.units import show_seconds
 
 if TYPE_CHECKING:
@@ -31,15 +31,13 @@ class SweepRow:
     """One combination of a sweep.
 
     Attributes:
-        values: what overrides the values that the job declares, as they were given, by name.
-        plan: that it ran under; as given where it did not come to one.
+        values: given values by the name that the job declares.
         outcome: ``refused`` before anything ran, ``failed`` on the way, or ``stopped`` with the sweep.
-        reason: why it is not done, in a line.
-        loss: of the last step; ``None`` where none was taken.
-        evaluation: ``step``, ``loss``, ``samples``, ``metrics`` of its best evaluation where the job has a
-            ``px.Best``, else of its last; ``None`` where there was none.
+        reason: one line; empty if it is done.
+        loss: of the last step.
+        evaluation: ``step``, ``loss``, ``samples``, ``metrics`` of its best evaluation if the job has a ``px.Best``,
+            else of its last.
         seconds: wall time, the start of its workers included.
-        folder: the run folder; ``None`` where it came to none.
     """
 
     values: Mapping[str, Value]
@@ -54,23 +52,19 @@ class SweepRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Yardstick:
-    """By which number runs are compared: what ``best`` names where a job has one; else loss.
-
-    Attributes:
-        best: of the jobs; ``None`` where they have none.
-    """
+    """The number that compares runs: the metric of ``best``, the jobs' ``px.Best``; else the loss."""
 
     best: Best | None = None
 
     def number(self, row: SweepRow) -> float | None:
-        """Of a run; ``None`` where it has none."""
+        """Return the number of a run; ``None`` if it has none."""
         if row.evaluation is None:
             return None if self.best else row.loss
         metric = self.best.metric if self.best else "loss"
         return row.evaluation["loss"] if metric == "loss" else row.evaluation["metrics"].get(metric)
 
     def ranked(self, rows: Iterable[SweepRow]) -> list[SweepRow]:
-        """Best first; those without a number after them, and then those that are not done."""
+        """Return the rows, best first; then rows without a number, then those that are not done."""
 
         def key(row: SweepRow) -> tuple[int, bool, float]:
             number = self.number(row)
@@ -87,7 +81,7 @@ class Yardstick:
 
 
 def numbers_of(folder: Path, best: Best | None) -> dict[str, Any]:
-    """``loss`` and ``evaluation`` of the run in ``folder``, as a ``SweepRow`` has them."""
+    """Return ``loss`` and ``evaluation`` of the run in ``folder`` for its ``SweepRow``."""
     summary = summarise(folder)
     evaluation = summary.evaluation
     if best and (found := Run(folder=folder).best):
@@ -96,7 +90,7 @@ def numbers_of(folder: Path, best: Best | None) -> dict[str, Any]:
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong, in a line; of what a job's own code raised, the end of its traceback."""
+    """Return an error in one line; of an error in the job's own code, the last line of its traceback."""
     if not isinstance(error, SpecError):
         said = str(error).strip().splitlines()
         return said[0] if said else type(error).__name__
@@ -109,13 +103,12 @@ def reason_of(error: Exception) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepResult(Sequence[SweepRow]):
-    """What a sweep came to: its rows, best first.
+    """The rows of a sweep, best first.
 
     Attributes:
-        job: what was trained: the reference, or the name of the function that makes it.
-        folder: with the runs' folders in it.
-        yardstick: by which number rows are compared.
-        combinations: how many there are, those not begun included.
+        job: the reference, or the name of the function that makes the job.
+        folder: holds the runs' folders.
+        combinations: their number, with those not begun.
     """
 
     job: str
@@ -136,13 +129,13 @@ class SweepResult(Sequence[SweepRow]):
 
     @property
     def best(self) -> SweepRow | None:
-        """The best row; ``None`` where no run was done with a number to compare."""
+        """The best row; ``None`` if no run was done with a number to compare."""
         first = next(iter(self.rows), None)
         number = self.yardstick.number(first) if first and first.outcome == "done" else None
         return None if number is None or math.isnan(number) else first
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: what ``phalanx sweep --json`` prints."""
+        """Return the answer of ``phalanx sweep --json``."""
         return {
             "job": self.job,
             "folder": str(self.folder),
@@ -152,7 +145,7 @@ class SweepResult(Sequence[SweepRow]):
         }
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """A row a combination, best first: a column a value, ``plan``, ``outcome``, ``reason``, ``loss``,
+        """Return a row a combination, best first: a column a value, ``plan``, ``outcome``, ``reason``, ``loss``,
         ``evaluated_loss`` and a column a metric, ``number`` (which rows are compared by), ``seconds``, ``folder``.
 
         Raises:
@@ -172,30 +165,26 @@ class SweepResult(Sequence[SweepRow]):
         return {f"set.{name}" if name in told else name: value for name, value in row.values.items()} | told
 
     def __str__(self) -> str:
-        console = PlainConsole(width=120)
-        with console.capture() as shown:
-            console.print(sweep_table(self.to_dict()), highlight=False)
-        return shown.get().rstrip()
+        return as_text(sweep_table(self.to_dict()), width=120)
 
 
 def sweep_table(answer: Mapping[str, Any]) -> RenderableType:
-    """A sweep, from ``SweepResult.to_dict``: the rows, and why those that are not done are not."""
-    rows = answer["rows"]
-    names = list(dict.fromkeys(name for row in rows for name in row["values"]))
-    metrics = list(dict.fromkeys(name for row in rows for name in (row["evaluation"] or {}).get("metrics", ())))
-    evaluated = any(row["evaluation"] for row in rows)
-    numbers = ("last loss", *(["evaluated\nloss"] if evaluated else []), *metrics, "time")
-    table = headed(*names, "plan", numbers=numbers, after=("run",), narrow=True)
-    for row in rows:
+    """Return the rows of ``SweepResult.to_dict`` as a table, each with its folder or the reason why it is not done."""
+    names = list(dict.fromkeys(name for row in answer["rows"] for name in row["values"]))
+    evaluated = [row["evaluation"] for row in answer["rows"] if row["evaluation"]]
+    metrics = list(dict.fromkeys(name for one in evaluated for name in one["metrics"]))
+    rows: list[dict[str, str]] = []
+    for row in answer["rows"]:
         evaluation = row["evaluation"] or {"loss": None, "metrics": {}}
-        numbers = [row["loss"], *([evaluation["loss"]] if evaluated else [])]
-        numbers += [evaluation["metrics"].get(name) for name in metrics]
-        cells = [str(row["values"].get(name, "")) for name in names]
-        cells += [row["plan"], *("" if one is None else f"{one:.4g}" for one in numbers), show_seconds(row["seconds"])]
-        done = row["outcome"] == "done"
-        last = Path(row["folder"]).name if done else f"{row['outcome']}: {row['reason']}"
-        table.add_row(*map(escape, [*cells, last]), style=None if done else "yellow")
-    notes = [f"best first: {answer['best_by']}", f"run folders: {escape(answer['folder'])}/N"]
+        numbers = {"last loss": row["loss"], **({"evaluated\nloss": evaluation["loss"]} if evaluated else {})}
+        numbers |= {name: evaluation["metrics"].get(name) for name in metrics}
+        cells = {name: str(row["values"].get(name, "")) for name in names} | {"plan": row["plan"]}
+        cells |= {name: "" if one is None else f"{one:.4g}" for name, one in numbers.items()}
+        run = Path(row["folder"]).name if row["outcome"] == "done" else f"{row['outcome']}: {row['reason']}"
+        rows.append(cells | {"time": show_seconds(row["seconds"]), "run": run})
+    notes = [f"best first: {answer['best_by']}", f"run folders: {answer['folder']}/N"]
     if left := answer["combinations"] - len(rows):
         notes.append(f"not begun: {left} of {answer['combinations']} combinations")
-    return Group(table, *notes)
+    styles = [None if row["outcome"] == "done" else "yellow" for row in answer["rows"]]
+    right = ("last loss", "evaluated\nloss", *metrics, "time")
+    return Group(table(rows, numbers=right, styles=styles, narrow=True), *map(Text, notes))

@@ -19,9 +19,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.config import Job, Plan, RunSpec, Schedule
-from phalanx.config.run_files import EVENTS
 from phalanx.errors import Problem, RefusedError
-from phalanx.events import read
+from phalanx.events import RunLog
 from phalanx.train.torch_scheduler import MadeOptimizer, given_scheduler_problems
 
 
@@ -78,9 +77,9 @@ def resume_notes(job: Job, folder: Path, *, step: int, total_steps: int | None) 
 
     The event log in ``folder`` has the former length.
     """
-    if not total_steps or not (log := folder / EVENTS).exists():
+    if not total_steps:
         return []
-    lengths = [event.get("total_steps") for event in read(log) if event["event"] == "start"]
+    lengths = [event.get("total_steps") for event in RunLog(folder).named("start")]
     before = lengths[-1] if lengths else None
     if not before or before == total_steps:
         return []
