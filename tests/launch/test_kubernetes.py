@@ -224,7 +224,7 @@ STOPPED = condition("Failed", "FailJobSetFailurePolicyAction")
 
 
 @in_one_test(
-    ("conditions", "pods", "last", "state", "said"),
+    ("conditions", "pods", "outcome", "state", "said"),
     [
         ([], [], "", "waiting", "0 of 2 pods: not made yet (2)"),
         ([], [FULL_NODES, FULL_NODES], "", "waiting", "Insufficient nvidia.com/gpu. (2)"),
@@ -240,57 +240,57 @@ STOPPED = condition("Failed", "FailJobSetFailurePolicyAction")
         ([], [pod(), pod(), pod("Failed")], "", "running", "2 of 2 pods"),
         ([condition("Suspended")], [], "", "waiting", "Why: in its words"),
         ([condition("Suspended")], [pod()], "", "running", "pods still to end"),
-        ([condition("Completed")], [pod("Succeeded")] * 2, "end", "ended", "Why: in its words"),
+        ([condition("Completed")], [pod("Succeeded")] * 2, "ended", "ended", "Why: in its words"),
         ([condition("Complete")], [], "", "ended", ""),
-        ([condition("Failed")], [pod("Failed")], "error", "failed", "Why: in its words"),
+        ([condition("Failed")], [pod("Failed")], "failed", "failed", "Why: in its words"),
         ([condition("Failed")], [pod("Failed")], "stopped", "failed", "Why: in its words"),
         ([STOPPED], [], "stopped", "stopped", "in its words"),
         ([STOPPED], [], "", "stopped", "in its words"),
-        ([STOPPED], [], "resume", "failed", "in its words"),
+        ([STOPPED], [], "unknown", "failed", "in its words"),
         ([STOPPED], [pod("Failed", code=75)], "", "stopped", "in its words"),
         ([STOPPED], [pod("Failed", code=70)], "", "failed", "own code: Fail"),
         ([condition("Failed", "DeadlineExceeded")], [pod()], "", "running", "pods still to end: DeadlineExceeded"),
     ],
 )
 def test_how_it_stands(
-    conditions: list[dict[str, Any]], pods: list[dict[str, Any]], last: str, state: str, said: str
+    conditions: list[dict[str, Any]], pods: list[dict[str, Any]], outcome: Any, state: str, said: str
 ) -> None:
     job = {"spec": {}, "status": {"conditions": conditions}}
-    found = standing_of(job, pods, nodes=(2, 2), last=last, asked=False)
+    found = standing_of(job, pods, nodes=(2, 2), outcome=outcome, asked=False)
     assert found.state == state
     assert said in found.detail
 
 
 @in_one_test(
-    ("pods", "last", "asked", "state"),
+    ("pods", "outcome", "asked", "state"),
     [
         ([], "", False, "unknown"),
-        ([], "resume", False, "unknown"),
+        ([], "unknown", False, "unknown"),
         ([], "", True, "stopped"),
-        ([], "resume", True, "stopped"),
+        ([], "unknown", True, "stopped"),
         ([], "stopped", False, "stopped"),
-        ([], "end", True, "ended"),
-        ([], "error", True, "failed"),
+        ([], "ended", True, "ended"),
+        ([], "failed", True, "failed"),
         ([pod()], "", True, "running"),
-        ([pod("Succeeded")], "end", False, "ended"),
+        ([pod("Succeeded")], "ended", False, "ended"),
     ],
 )
-def test_how_a_run_stands_that_is_forgotten(pods: list[dict[str, Any]], last: str, asked: bool, state: str) -> None:
-    assert standing_of(None, pods, nodes=(2, 2), last=last, asked=asked).state == state
+def test_how_a_run_stands_that_is_forgotten(pods: list[dict[str, Any]], outcome: Any, asked: bool, state: str) -> None:
+    assert standing_of(None, pods, nodes=(2, 2), outcome=outcome, asked=asked).state == state
 
 
 def test_fewer_pods_run_where_the_run_may_have_fewer() -> None:
-    found = standing_of({"spec": {}}, [pod(), FULL_NODES], nodes=(1, 2), last="", asked=False)
+    found = standing_of({"spec": {}}, [pod(), FULL_NODES], nodes=(1, 2), outcome="", asked=False)
     assert found.state == "running"
     assert found.detail.startswith("1 of 2 pods: Unschedulable: 0/3 nodes are available")
 
 
 def test_earlier_starts_are_counted_and_a_queue_is_named() -> None:
     job: dict[str, Any] = {"spec": {}, "status": {"restarts": 2}}
-    assert standing_of(job, [pod()], nodes=(1, 1), last="", asked=False).detail.endswith("after 2 earlier starts")
+    assert standing_of(job, [pod()], nodes=(1, 1), outcome="", asked=False).detail.endswith("after 2 earlier starts")
     labels = {"kueue.x-k8s.io/queue-name": "team-a"}
     waiting = {"metadata": {"labels": labels}, "spec": {"suspend": True}}
-    assert "in queue team-a" in standing_of(waiting, [], nodes=(1, 1), last="", asked=False).detail
+    assert "in queue team-a" in standing_of(waiting, [], nodes=(1, 1), outcome="", asked=False).detail
 
 
 def test_the_log_has_each_line_once_and_a_rank_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

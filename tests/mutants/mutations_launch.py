@@ -13,7 +13,7 @@ LAUNCH = (
     Mutation(
         "slurm: a run that failed as it was to stop counts as stopped",
         f"{TARGETS}/slurm.py",
-        '== str(SAVED) and last_word(folder) != "error"',
+        '== str(SAVED) and RunLog(folder).outcome != "failed"',
         "== str(SAVED)",
         (f"test {TABLES} how_a_run_stands",),
     ),

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -154,11 +154,6 @@ class EventReader:
         events = [event for event in map(_event, lines) if event is not None]
         self.skipped += len(lines) - len(events)
         return events
-
-
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Return all events of a finished log, in order."""
-    yield from EventReader(path).new()
 
 
 Event = dict[str, Any]

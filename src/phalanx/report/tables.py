@@ -344,7 +344,7 @@ def _host(host: Mapping[str, Any]) -> dict[str, str]:
     devices, samples = known["devices"], known["samples"]
     kinds = sorted({device["name"] or "devices" for device in devices})
     read = "yes" if known["data_read"] else "no" if known["data_error"] else "-"
-    middle, spread = sum(host["ahead"]) / 2, (host["ahead"][1] - host["ahead"][0]) / 2
+    ahead = host["ahead"]
     cells = (
         known["python"],
         known["versions"].get("torch", "-").partition("+")[0],
@@ -352,6 +352,6 @@ def _host(host: Mapping[str, Any]) -> dict[str, str]:
         show_bytes(min((device["free"] for device in devices), default=known["memory_free"])),
         show_bytes(known["folder_free"]),
         f"{samples} samples" if samples >= 0 else read,
-        "right" if abs(middle) <= max(1.0, spread) else f"{'+' if middle > 0 else '-'}{show_seconds(abs(middle))}",
+        "right" if abs(ahead) <= 1.0 else f"{'+' if ahead > 0 else '-'}{show_seconds(abs(ahead))}",
     )
     return {"host": host["name"], **dict(zip(headings, cells, strict=True))}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from phalanx.errors import RunError
+from phalanx.events import Outcome, RunLog
 from phalanx.files import replace_text
 from phalanx.launch.targets.kubernetes_manifest import (
     JOBSETS,
@@ -25,9 +26,16 @@ from phalanx.launch.targets.kubernetes_manifest import (
     manifests,
     part_of,
 )
-from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, State, attached_log, fetched_log, last_word
+from phalanx.launch.targets.launch_folder import FOLDER
+from phalanx.launch.targets.launch_folder import State
+from phalanx.launch.targets.launch_folder import attached_log
+from phalanx.launch.targets.launch_folder import fetched_log
 from phalanx.launch.targets.offer import ask_program
-from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission
+from phalanx.launch.targets.target import Option
+from phalanx.launch.targets.target import Prepared
+from phalanx.launch.targets.target import QueueTarget
+from phalanx.launch.targets.target import Standing
+from phalanx.launch.targets.target import Submission
 
 _MANIFESTS = "kubernetes.json"
 _ASKED = "asked-to-stop"
@@ -88,7 +96,7 @@ class KubernetesTarget(QueueTarget):
         pods = _objects(ticket, "pods", "--selector", f"{OF_JOBSET}={ticket['jobset']}")
         job, asked = (jobs[0] if jobs else None), (folder / FOLDER / _ASKED).exists()
         nodes = (ticket.get("least", ticket["nodes"]), ticket["nodes"])
-        return standing_of(job, pods, nodes=nodes, last=last_word(folder), asked=asked)
+        return standing_of(job, pods, nodes=nodes, outcome=RunLog(folder).outcome, asked=asked)
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
         if self.standing(ticket, folder).state not in ("waiting", "running"):
@@ -149,17 +157,18 @@ def standing_of(
     pods: Sequence[Mapping[str, Any]],
     *,
     nodes: tuple[int, int],
-    last: str = "",
+    outcome: Outcome = "",
     asked: bool = False,
 ) -> Standing:
     """Return the state of a run by its JobSet, ``None`` if that is gone, and its pods.
 
-    ``nodes``: fewest pods that it runs with, and most. ``last``: last word of its events. ``asked``: True if it was
+    ``nodes``: fewest pods that it runs with, and most. ``outcome``: as its log tells it. ``asked``: True if it was
     asked to stop.
     """
     live = [pod for pod in pods if part_of(pod, "status").get("phase") not in ("Succeeded", "Failed")]
     if job is None:
-        state = "running" if live else LAST_WORDS.get(last, "stopped" if asked else "unknown")
+        known = outcome if outcome in ("ended", "stopped", "failed") else "stopped" if asked else "unknown"
+        state = "running" if live else known
         return Standing(state=state, detail="pods still to end" if live else "Kubernetes has forgotten it")
     told = {one["type"]: one for one in part_of(job, "status", "conditions") if one.get("status") == "True"}
     if job["spec"].get("suspend"):
@@ -180,7 +189,7 @@ def standing_of(
     ]
     if state == "failed" and any(one.get("exitCode") == OWN_FAILURE for one in states):
         words = f"an exception of the job's own code: {words}"
-    elif state == "failed" and told[kind].get("reason") == _TIME_IS_OVER and last in ("stopped", ""):
+    elif state == "failed" and told[kind].get("reason") == _TIME_IS_OVER and outcome in ("stopped", ""):
         state = "stopped"
     return Standing(state=state, detail=words + again if state == "waiting" else words)
 

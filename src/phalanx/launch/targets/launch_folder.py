@@ -1,4 +1,4 @@
-"""The files of a launch in the run folder, and the state of the run that its events tell.
+"""The files of a launch in the run folder.
 
 ``config/run_files.py`` describes each file.
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from phalanx.config import RunSpec
-from phalanx.config.run_files import EVENTS
 from phalanx.errors import SpecError
-from phalanx.events.log import read
+from phalanx.events import RunLog
 from phalanx.files import make_folder, open_plain, read_text
 
 FOLDER = "launch"
@@ -27,11 +26,6 @@ OUTPUT = "output.log"
 
 State = Literal["waiting", "running", "ended", "stopped", "failed", "unknown"]
 """State of a launched run; ``unknown``: the target has forgotten it or does not answer."""
-
-LAST_WORDS: Mapping[str, State] = {"end": "ended", "stopped": "stopped", "error": "failed"}
-"""State of a run by the last of its events that tells it."""
-
-_WORDS = ("start", "resume", *LAST_WORDS)
 
 
 def attached_log(folder: Path, rank: int | None) -> Path:
@@ -79,21 +73,8 @@ def run_from(runfile: Path, fix: str) -> RunSpec:
     return RunSpec.from_toml(read_text(runfile, where="run file", fix=fix, below=0))
 
 
-def last_word(folder: Path) -> str:
-    """Return the last ``start``, ``resume``, ``stopped``, ``error`` or ``end`` of a run's events; "" if none."""
-    with suppress(SpecError):
-        return word_of(read(folder / EVENTS))
-    return ""
-
-
-def word_of(events: Iterable[Mapping[str, Any]]) -> str:
-    """Return the same of these events."""
-    words = [event["event"] for event in events if event["event"] in _WORDS]
-    return words[-1] if words else ""
-
-
 def slowest_save(folder: Path) -> float:
     """Return the seconds of the run's slowest checkpoint; 0 if it has saved none."""
     with suppress(SpecError):
-        return max((one["seconds"] for one in read(folder / EVENTS) if one["event"] == "checkpoint"), default=0.0)
+        return max((one["seconds"] for one in RunLog(folder).named("checkpoint")), default=0.0)
     return 0.0

@@ -23,9 +23,11 @@ from phalanx.device_kinds import kind_for
 from phalanx.errors import SpecError
 from phalanx.events.log import EventReader
 from phalanx.files import replace_text
+from phalanx.events.log import Outcome
+from phalanx.events.log import outcome_of
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.runfile import absolute
-from phalanx.launch.targets.launch_folder import FOLDER, word_of
+from phalanx.launch.targets.launch_folder import FOLDER
 from phalanx.launch.torchrun import AGENT
 
 _OLDER_GRACE = 30  # seconds, before torch 2.13
@@ -90,7 +92,7 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
     Returns 0 if the run has ended, ``SAVED`` if it was asked to stop, else 1.
     """
     events = EventReader(spec.folder / EVENTS)
-    _last_word(events)  # of earlier starts
+    _outcome(events)  # of earlier starts
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of this process: agents lose each other's store as they end
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -121,19 +123,19 @@ def be_agent(spec: RunSpec, place: NodePlace, worker: Sequence[str]) -> int:
         print(f"{place.name}: rank {rank} ended with {failure.exitcode}", file=sys.stderr, flush=True)
         return 1
     except SignalException:
-        return {"end": 0, "error": 1}.get(_last_word(events), SAVED)
+        return {"ended": 0, "failed": 1}.get(_outcome(events), SAVED)
     except Exception:  # the rendezvous is gone with the agent of another node, perhaps one that was asked to stop
-        if _last_word(events) == "stopped":
+        if _outcome(events) == "stopped":
             return SAVED
         raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch's handler would raise in the caller
 
 
-def _last_word(events: EventReader) -> str:
-    """Return the last word of the events since the last call."""
+def _outcome(events: EventReader) -> Outcome:
+    """Return the outcome that the events since the last call tell."""
     with suppress(SpecError):
-        return word_of(events.new())
+        return outcome_of(events.new())
     return ""
 
 

@@ -18,11 +18,19 @@ from typing import Any, ClassVar, final
 from unittest.mock import patch
 
 from phalanx.config.run_files import EVENTS
-from phalanx.errors import MissingExtraError, PhalanxError, RunError, SpecError
+from phalanx.errors import MissingExtraError
+from phalanx.errors import PhalanxError
+from phalanx.errors import RunError
+from phalanx.errors import SpecError
+from phalanx.events import RunLog
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.code_pack import CODE_OPTION, NEVER_CODE, folder_and_problems, ignored_lines, job_within
-from phalanx.launch.targets.launch_folder import LAST_WORDS, State, last_word
+from phalanx.launch.targets.code_pack import CODE_OPTION
+from phalanx.launch.targets.code_pack import NEVER_CODE
+from phalanx.launch.targets.code_pack import folder_and_problems
+from phalanx.launch.targets.code_pack import ignored_lines
+from phalanx.launch.targets.code_pack import job_within
+from phalanx.launch.targets.launch_folder import State
 from phalanx.launch.targets.offer import gpus_of_node
 from phalanx.launch.targets.option_checks import (
     NODE_OPTIONS,
@@ -110,16 +118,16 @@ class RayTarget(QueueTarget):
                 said = client.get_job_logs(ticket["job"]) if info.status == "RUNNING" else info.message or ""
         except RunError as error:
             if "status code 404" in str(error):
-                return Standing(state=LAST_WORDS.get(last_word(folder), "unknown"), detail="Ray has no such job")
+                return Standing(state=RunLog(folder).outcome or "unknown", detail="Ray has no such job")
             return Standing(state="unknown", detail=str(error).partition("\n")[0])
-        lines, word = [line for line in said.splitlines() if line.strip()] or [""], last_word(folder)
+        lines, outcome = [line for line in said.splitlines() if line.strip()] or [""], RunLog(folder).outcome
         state = _STATES.get(info.status, "running")
         if state == "running":
             step = next((line.removeprefix("phalanx: ") for line in reversed(lines) if line.startswith(_SAYS)), "")
             return Standing(state="waiting" if step.startswith("waiting") else state, detail=step.partition(" ")[2])
-        if (state == "stopped" and word == "end") or (state == "failed" and info.driver_exit_code == SAVED):
-            return Standing(state=LAST_WORDS.get(word, "stopped"))
-        return Standing(state=state, detail=lines[-1] if state in ("waiting", "failed") and word != "error" else "")
+        if (state == "stopped" and outcome == "ended") or (state == "failed" and info.driver_exit_code == SAVED):
+            return Standing(state=outcome if outcome in ("ended", "failed") else "stopped")
+        return Standing(state=state, detail=lines[-1] if state in ("waiting", "failed") and outcome != "failed" else "")
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
         with _client(ticket["address"]) as client:

@@ -20,10 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import RunSpec
-from phalanx.errors import PhalanxError, RefusedError, RunError, SpecError
+from phalanx.errors import PhalanxError
+from phalanx.errors import RefusedError
+from phalanx.errors import RunError
+from phalanx.errors import SpecError
+from phalanx.events import RunLog
 from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.reaper import SAVED, StopRequest, die_with, ignore_signal
-from phalanx.launch.targets.launch_folder import OUTPUT, append, last_word, run_from
+from phalanx.launch.targets.launch_folder import OUTPUT, append, run_from
 from phalanx.launch.targets.node_agent import NodePlace, be_agent, meeting_options, worker_words
 
 LOST = -1000  # in place of an exit code: the actor is gone
@@ -195,10 +199,10 @@ class RayDriver:
         return {**codes, **dict.fromkeys(running.values(), 1 if stopping else LOST)}
 
     def _end(self, codes: Mapping[str, int]) -> int:
-        word, asked = last_word(self._spec.folder), self._stop.number
-        if (codes and not any(codes.values())) or (asked and word == "end"):
+        outcome, asked = RunLog(self._spec.folder).outcome, self._stop.number
+        if (codes and not any(codes.values())) or (asked and outcome == "ended"):
             return 0
-        if word != "error" and (asked or SAVED in codes.values()):
+        if outcome != "failed" and (asked or SAVED in codes.values()):
             return SAVED
         bad = ", ".join(f"{name}: {code}" for name, code in codes.items() if code)
         self._say(f"torchrun's agent ended with an exit code: {bad}")

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import RunSpec
-from phalanx.config.run_files import EVENTS
 from phalanx.device_kinds import interface_variables
 from phalanx.errors import PhalanxError, RunError, SpecError
-from phalanx.events.log import last_failure, read
+from phalanx.events.log import RunLog, last_failure
 from phalanx.files import read_json
 from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.reaper import SAVED, adopt_orphans, await_orphans
@@ -116,7 +115,7 @@ def _runfile(root: Path) -> Path:
 
 def _failure(run: RunSpec) -> str:
     with suppress(SpecError, OSError):
-        if error := last_failure(read(run.folder / EVENTS)):
+        if error := last_failure(RunLog(run.folder).events):
             at = "" if error.get("step") is None else f", step {error['step']}"
             return f"rank {error['rank']}{at}: {error['message']}"
     return "a worker ended without an error of its own: phalanx logs has what it printed last"

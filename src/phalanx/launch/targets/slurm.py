@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from phalanx.errors import Problem, RunError, SpecError
+from phalanx.events import RunLog
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, State, attached_log, last_word
+from phalanx.launch.targets.launch_folder import FOLDER, State, attached_log
 from phalanx.launch.targets.offer import ask_program, gpus_of_node
 from phalanx.launch.targets.option_checks import (
     NODE_OPTIONS,
@@ -124,9 +125,9 @@ class SlurmTarget(QueueTarget):
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
         if (job := _job(ticket)) is None:
-            return Standing(state=LAST_WORDS.get(last_word(folder), "unknown"), detail="Slurm has forgotten it")
+            return Standing(state=RunLog(folder).outcome or "unknown", detail="Slurm has forgotten it")
         word, reason, code = job["JobState"], job.get("Reason", "None"), job.get("ExitCode", "")
-        saved = code.partition(":")[0] == str(SAVED) and last_word(folder) != "error"
+        saved = code.partition(":")[0] == str(SAVED) and RunLog(folder).outcome != "failed"
         state = _STATES.get(word, "stopped" if saved else "failed")
         again = f", after {job['Restarts']} earlier starts" if job.get("Restarts", "0") != "0" else ""
         details = {

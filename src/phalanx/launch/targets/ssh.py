@@ -26,7 +26,7 @@ from phalanx import errors
 from phalanx.config import RunSpec
 from phalanx.config.run_files import EVENTS
 from phalanx.errors import RunError, SpecError
-from phalanx.events.log import EventReader, last_failure
+from phalanx.events.log import EventReader, last_failure, outcome_of
 from phalanx.files import replace_text
 from phalanx.launch.check import CheckTime, TargetHost, run_here, survey
 from phalanx.launch.check_findings import findings
@@ -40,7 +40,7 @@ from phalanx.launch.targets.handed_over import (
     write_ticket,
 )
 from phalanx.launch.targets.hosts_file import HostEntry, HostsFile, refuse_size
-from phalanx.launch.targets.launch_folder import append, attached_log, word_of
+from phalanx.launch.targets.launch_folder import append, attached_log
 from phalanx.launch.targets.target import AttachedTarget, Option, Prepared, Submission
 from phalanx.units import show_names, visible
 
@@ -132,10 +132,10 @@ class SshTarget(AttachedTarget):
                 stop.held = False
                 told = events.new()
                 watch()
-                saved = word_of(told) in ("end", "stopped")
+                saved = outcome_of(told) in ("ended", "stopped")
                 raise_stopped(stop.number, saved=saved)
                 if saved:
-                    if word_of(told) == "stopped":  # asked on a host
+                    if outcome_of(told) == "stopped":  # asked on a host
                         raise SystemExit(SAVED)
                     return
                 failure = _failure(agents, codes, told)

@@ -24,11 +24,16 @@ from typing import Any, ClassVar, Literal, Self
 
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run_files import RUN_TOML
-from phalanx.errors import PhalanxError, RunError, SpecError
+from phalanx.errors import PhalanxError
+from phalanx.errors import RunError
+from phalanx.errors import SpecError
+from phalanx.events import RunLog
 from phalanx.files import replace_text
 from phalanx.files.single_writer import is_running
 from phalanx.launch.check import TargetHost
-from phalanx.launch.targets.launch_folder import FOLDER, LAST_WORDS, State, attached_log, last_word
+from phalanx.launch.targets.launch_folder import FOLDER
+from phalanx.launch.targets.launch_folder import State
+from phalanx.launch.targets.launch_folder import attached_log
 from phalanx.launch.targets.offer import Offer
 
 
@@ -266,7 +271,7 @@ class AttachedTarget(Target):
             return Standing(state="unknown", detail=f"launched by process {pid} on {host}")
         if is_running(pid) and _began(pid) == ticket["since"]:
             return Standing(state="running", detail=f"followed by process {pid}")
-        return Standing(state=LAST_WORDS.get(last_word(folder), "unknown"), detail="the process that launched it ended")
+        return Standing(state=RunLog(folder).outcome or "unknown", detail="the process that launched it ended")
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
         found = self.standing(ticket, folder)
