@@ -5,7 +5,6 @@ from __future__ import annotations
 from mutation import Mutation
 
 STAGES, ORDERS, SCHEDULE = "placement/stages.py", "data/own_orders.py", "config/schedule.py"
-SUMMARY = "report/summary.py"
 
 TRACE = (
     Mutation(
@@ -94,16 +93,16 @@ TRACE = (
     ),
     Mutation(
         "a summary: idle time is of one rank",
-        SUMMARY,
-        "1.0 - busy / (whole * len(ranks))",
-        "1.0 - busy / whole",
+        "report/drawing.py",
+        "1.0 - busy / (self.length * len(self.ranks))",
+        "1.0 - busy / self.length",
         ("test unit/test_observe.py TestIdle",),
     ),
     Mutation(
         "a summary: steps before the resume count",
-        SUMMARY,
-        '        if event["event"] == "start":\n            part = []',
-        '        if event["event"] == "start" and not part:\n            part = []',
+        "events/log.py",
+        "return self.events[starts[-1] :]",
+        "return self.events[starts[0] :]",
         ("test unit/test_observe.py since_the_resume",),
     ),
     Mutation(

@@ -55,7 +55,6 @@ _NEEDED = {
     "fsspec": "fsspec",
     "click": "click",
     "rich": "rich",
-    "plotext": "plotext",
     "tomli_w": "tomli-w",
 }
 _PROBE = """
