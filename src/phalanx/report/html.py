@@ -66,7 +66,7 @@ def plan_page(name: str, advice: Advice) -> str:
 def scale_page(name: str, curve: Curve) -> str:
     """Return the page of a scaling curve with its knee."""
     charts = [scaling_chart(curve), step_chart([one.forecast for one in curve.points])] if curve.points else []
-    return _page(f"{name}: scaling", [_list(sentences(curve)), _table(curve_rows(curve))], charts)
+    return _page(f"{name}: scaling", [_list(sentences(curve)), _table(curve_rows(curve.points, curve.steps))], charts)
 
 
 def memory_chart(plans: Sequence[Forecast]) -> Chart:

@@ -12,11 +12,11 @@ from rich.text import Text
 
 from phalanx.config import Plan
 from phalanx.forecast import Forecast
-from phalanx.planner import Bill, Ranking, Shortfall
+from phalanx.planner import Bill, Shortfall
 from phalanx.planner.advise import Advice, PlanForecast
 from phalanx.planner.explain import PARTS, Explanation, Neighbour, tied
 from phalanx.planner.roofline import RooflinePoint
-from phalanx.planner.scale import Curve
+from phalanx.planner.scale import Curve, ScalingPoint
 from phalanx.report.render import facts, table
 from phalanx.units import show_bytes, show_count, show_number, show_seconds
 
@@ -54,7 +54,8 @@ def plan_view(name: str, advice: Advice) -> RenderableType:
         parts.append(Text("No number of these devices is within the bounds; this comes nearest.", style="red"))
     parts += [*_numbers(best, ranking.bill, question.steps), *_why(explanation), *_by_part(best)]
     if len(ranking.points) > 1:
-        parts.append(_fewer(ranking))
+        here = ["bold" if one.devices == question.cluster.devices else None for one in ranking.points]
+        parts.append(_table(curve_rows(ranking.points, question.steps), styles=here))
     return Group(*parts, *_notes(best))
 
 
@@ -63,7 +64,7 @@ def scale_view(name: str, curve: Curve) -> RenderableType:
     said = [Text(f"- {sentence}") for sentence in sentences(curve)]
     if not curve.points:
         return Group(Text(f"{name}: no number of devices fits", style="red"), *said)
-    rows, styles, bars = curve_rows(curve), list[str | None](), list[str]()
+    rows, styles, bars = curve_rows(curve.points, curve.steps), list[str | None](), list[str]()
     first, most = curve.points[0].devices, log2(curve.points[-1].devices / curve.points[0].devices) or 1.0
     for row, one in zip(rows, curve.points, strict=True):
         mark = " ← stop" if one is curve.stop else " ← knee" if one is curve.knee else ""
@@ -159,16 +160,15 @@ def shortfall_rows(missing: Shortfall) -> list[dict[str, str]]:
     ]
 
 
-def curve_rows(curve: Curve) -> list[dict[str, str]]:
-    """Return a row a number of devices."""
-    bills = [one.bill for one in curve.points]
+def curve_rows(points: Sequence[ScalingPoint], steps: int) -> list[dict[str, str]]:
+    """Return a row a number of devices, of the points of a curve or of a ranking; with bills if ``steps`` is not 0."""
+    bills, rows = [one.bill for one in points], list[dict[str, str]]()
     energy, money = all(one.energy is not None for one in bills), any(one.money is not None for one in bills)
-    rows: list[dict[str, str]] = []
-    for one, paid in zip(curve.points, bills, strict=True):
+    for one, paid in zip(points, bills, strict=True):
         row = {"devices": str(one.devices), "time\nper step": show_seconds(one.forecast.step)}
-        row |= {} if curve.steps else {"samples/s": show_count(one.forecast.throughput)}
+        row |= {} if steps else {"samples/s": show_count(one.forecast.throughput)}
         row["efficiency"] = f"{one.efficiency:.0%}"
-        if curve.steps:
+        if steps:
             row |= {"in all": show_seconds(paid.seconds), "device-\nhours": show_number(paid.device_hours)}
             row |= {"kWh": show_number(paid.energy or 0.0)} if energy else {}
             row |= {"cost": _money(paid)} if money else {}
@@ -277,19 +277,3 @@ def _why(explanation: Explanation) -> list[RenderableType]:
     if (more := len(explanation.neighbours) - len(shown)) > 0:
         parts.append(Text(f"and {more} more; --json lists all", style="dim"))
     return parts
-
-
-def _fewer(ranking: Ranking) -> RenderableType:
-    paid = any(one.bill.money is not None for one in ranking.points) and ranking.question.steps
-    rows = [
-        {
-            "devices": str(one.devices),
-            "time\nper step": show_seconds(one.forecast.step),
-            "efficiency": f"{one.efficiency:.0%}",
-            **({"cost": _money(one.bill)} if paid else {}),
-            "plan": short(one.forecast.plan),
-        }
-        for one in ranking.points
-    ]
-    here = ranking.question.cluster.devices
-    return _table(rows, styles=["bold" if one.devices == here else None for one in ranking.points])

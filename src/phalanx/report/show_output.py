@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 from math import prod
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.config import Plan
-from phalanx.placement.ownership import ParameterShard, Survey
+from phalanx.placement.ownership import ParameterShard, Survey, TensorPiece
 from phalanx.report import drawing
 from phalanx.report.comparison import beside_table
 from phalanx.report.drawing import MEANINGS, Timeline, drawn_places
 from phalanx.report.render import table
 from phalanx.report.show import MeasuredRun, Planned, Shown, described
 from phalanx.report.tables import memory_table
-from phalanx.units import show_bytes, show_count, show_seconds
+from phalanx.units import show_bytes, show_count, show_counted, show_seconds
 
 _MOST_CAUSES = 8  # of interruptions, the last
 _NUMBERS = ("bytes", "elements", "stepped", "parameters", "gradients", "share of work")
@@ -50,24 +48,19 @@ def shown_text(shown: Shown, width: int) -> RenderableType:
 
 
 def _holdings(survey: Survey) -> Iterator[RenderableType]:
-    plan, places, rows = survey.plan, _places(survey), list[dict[str, str]]()
-    headings = ("part", "optimizer steps") if plan.zero in (1, 2) else ("part",)
-    alike: dict[Hashable, list[str]] = {}
-    for name, told in _told(survey, places).items():
-        alike.setdefault(told, []).append(name)
-    whole = {tensor.name: tensor for tensor in survey.parameters}
-    for members in alike.values():
-        names = [name for name, _ in grouped(dict.fromkeys(members, 0))]
-        shapes = ["x".join(map(str, whole[members[0]].shape)) or "one"]
-        parts = list(_parts(members, places, plan, len(headings) > 1))
-        nothing = ("",) * len(parts[0])
-        for name, shape, cells in zip_longest(names, shapes, parts):
-            found = dict(zip((*headings, "ranks", "bytes"), cells or nothing, strict=True))
-            rows.append({"tensor": name or "", "shape": shape or "", **found})
+    places, rows, steps = _places(survey), list[dict[str, str]](), survey.plan.zero in (1, 2)
+    told = {tensor.name: (tensor.shape, tensor.dtype, _parts(tensor.name, places)) for tensor in survey.parameters}
+    for name, members in grouped(told):
+        shape, _, parts = told[members[0]]
+        for at, ((one, stepped), (ranks, size)) in enumerate(parts):
+            cells = {"tensor": "" if at else name, "shape": "" if at else "x".join(map(str, shape)) or "one"}
+            cells["part"] = described(one, shape)
+            cells |= {"optimizer steps": described(stepped, shape) if stepped else "nothing"} if steps else {}
+            rows.append(cells | {"ranks": _ranks(ranks, survey), "bytes": show_bytes(size * len(members))})
     if survey.buffers:
         count, size = len(survey.buffers), sum(one.bytes for one in survey.buffers)
-        found = {"part": "whole", "ranks": "all", "bytes": show_bytes(size)}
-        rows.append({name: found.get(name, "") for name in rows[0]} | {"tensor": f"{count} buffer{'s' * (count > 1)}"})
+        found = {"tensor": show_counted(count, "buffer"), "part": "whole", "ranks": "all", "bytes": show_bytes(size)}
+        rows.append({name: found.get(name, "") for name in rows[0]})
     yield _table(rows)
     yield _totals(survey, places)
     if survey.whole:
@@ -77,8 +70,25 @@ def _holdings(survey: Survey) -> Iterator[RenderableType]:
         yield Text(f"tied: {name} is held by stages {', '.join(map(str, stages))}, which add its gradients up")
 
 
+Part = tuple[tuple[TensorPiece, TensorPiece | None], tuple[tuple[int, ...], int]]  # values and stepped; ranks and bytes
+
+
+def _parts(name: str, places: Sequence[Place]) -> tuple[Part, ...]:
+    """Return the different parts of a tensor, with the ranks that hold each."""
+    found: dict[tuple[TensorPiece, TensorPiece | None], tuple[tuple[int, ...], int]] = {}
+    for ranks, held in places:
+        if (one := held.get(name)) is not None:
+            holders, _ = found.get((one.parameter, one.stepped), ((), 0))
+            found[one.parameter, one.stepped] = ((*holders, *ranks), one.bytes)
+    return tuple(found.items())
+
+
+def _ranks(ranks: Sequence[int], survey: Survey) -> str:
+    return "all" if len(ranks) == survey.plan.world_size else runs(ranks)
+
+
 def _places(survey: Survey) -> list[Place]:
-    """Ranks that hold the same together; of very many such places of one stage, the first and the last."""
+    """Return groups of ranks that hold the same; of very many groups in one stage, the first and the last."""
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank in range(survey.plan.world_size):
         ranks.setdefault(survey.place(rank), []).append(rank)
@@ -87,37 +97,6 @@ def _places(survey: Survey) -> list[Place]:
         by_pipe.setdefault(place[0], []).append(its)
     kept = [its[at] for its in by_pipe.values() for at in drawn_places(len(its)) if at is not None]
     return [(its, {one.tensor.name: one for one in survey.shards_of(its[0])}) for its in kept]
-
-
-def _told(survey: Survey, places: Sequence[Place]) -> dict[str, Hashable]:
-    """What tensors that are listed as one have in common."""
-    return {
-        tensor.name: (
-            tensor.shape,
-            tensor.dtype,
-            tuple(
-                (held[tensor.name].parameter, held[tensor.name].stepped) for _, held in places if tensor.name in held
-            ),
-            tuple(tensor.name in held for _, held in places),
-        )
-        for tensor in survey.parameters
-    }
-
-
-def _parts(names: Sequence[str], places: Sequence[Place], plan: Plan, steps: bool) -> Iterator[tuple[str, ...]]:
-    """For each different part of a tensor: what it is, who holds it, and its bytes in all tensors of these names."""
-    by_part: dict[tuple[str, ...], tuple[list[int], int]] = {}
-    for ranks, held in places:
-        if names[0] not in held:
-            continue
-        one = held[names[0]]
-        told = [described(one.parameter, one.tensor.shape)]
-        if steps:
-            told.append(described(one.stepped, one.tensor.shape) if one.stepped else "nothing")
-        holders, _ = by_part.setdefault(tuple(told), ([], one.bytes * len(names)))
-        holders += ranks
-    for told, (ranks, size) in by_part.items():
-        yield (*told, "all" if len(ranks) == plan.world_size else runs(ranks), show_bytes(size))
 
 
 def _totals(survey: Survey, places: Sequence[Place]) -> RenderableType:
@@ -134,8 +113,7 @@ def _totals(survey: Survey, places: Sequence[Place]) -> RenderableType:
             "gradients": show_bytes(sum(one.gradient_bytes for one in held.values())),
             "stepped": show_count(sum(one.stepped_elements for one in held.values())),
         }
-        named = "all" if len(ranks) == survey.plan.world_size else runs(ranks)
-        rows.append({"rank": named, "mesh": where or "-", **sizes})
+        rows.append({"rank": _ranks(ranks, survey), "mesh": where or "-", **sizes})
     made, several = _table(rows), len({survey.place(rank) for rank in range(survey.plan.world_size)})
     if several > len(rows):
         made.caption = f"the first and the last of {several} places; --json has all"
@@ -185,7 +163,7 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 def grouped(names: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
-    """Names that differ only by numbers and of which the same is told, each group as (one name for all, its names)."""
+    """Return groups of names that differ only by numbers, with equal values, each as (one name for all, its names)."""
     families: dict[Hashable, list[str]] = {}
     for name, told in names.items():
         families.setdefault((_NUMBER.sub("{}", name), told), []).append(name)
@@ -193,7 +171,7 @@ def grouped(names: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
 
 
 def runs(numbers: Iterable[int], most: int = 4) -> str:
-    """``0-3, 8`` for 0, 1, 2, 3, 8; of more runs than ``most`` the first and the last."""
+    """Return ``0-3, 8`` for 0, 1, 2, 3, 8; of more runs than ``most`` the first and the last."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and found[-1][-1] == number - 1:
