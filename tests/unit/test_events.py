@@ -55,50 +55,6 @@ def messages(path: Path) -> list[str]:
     return [event["message"] for event in EventReader(path).new() if event["event"] == "warning"]
 
 
-START = {"schema": "1", "job": "j", "plan": "dp=2", "world_size": 2, "device": "cpu", "batch": 3, "total_steps": 9}
-WORDS: dict[str, dict[str, Any]] = {
-    "start": {**START, "first_step": 0, "parameters": 1, "notes": []},
-    "resume": {"step": 3, "path": "checkpoints/step-00000003"},
-    "stopped": {"step": 3, "signal": "SIGTERM"},
-    "error": {"rank": 0, "step": 3, "kind": "ValueError", "message": "m", "lost": False},
-    "end": {"step": 9, "samples": 27, "seconds": 1.0, "loss": 0.5},
-    "warning": {"message": "late"},
-}
-
-
-@pytest.mark.parametrize(
-    ("words", "outcome"),
-    [
-        ("", ""),
-        ("warning", ""),
-        ("start", "unknown"),
-        ("start end warning", "ended"),
-        ("start error", "failed"),
-        ("start stopped", "stopped"),
-        ("start error resume", "unknown"),
-        ("start end start", "unknown"),
-        ("start stopped start resume end", "ended"),
-    ],
-)
-def test_the_outcome_of_a_run_is_that_of_its_last_start(tmp_path: Path, words: str, outcome: str) -> None:
-    with EventLog(tmp_path / "events.jsonl") as log:
-        for word in words.split():
-            log.write(word, **WORDS[word])
-    read = RunLog(tmp_path)
-    assert (read.outcome, read.ended_since(0.0)) == (outcome, "end" in words)
-    assert [event["event"] for event in read.named("start")] == [word for word in words.split() if word == "start"]
-    if "start" in words:
-        assert [event["event"] for event in read.part] == ["start", *words.split("start")[-1].split()]
-    else:
-        with pytest.raises(SpecError, match="holds no log of a run"):
-            _ = read.part
-
-
-def test_a_log_that_is_a_link_tells_nothing(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").symlink_to(tmp_path / "other")
-    assert (RunLog(tmp_path).outcome, RunLog(tmp_path).ended_since(0.0)) == ("", False)
-
-
 class TestFullDisk:
     def test_events_wait_and_are_written_when_there_is_room(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -20,7 +20,7 @@ from tqdm import tqdm
 import phalanx as px
 from phalanx.cli import main, status
 from phalanx.errors import RunError
-from phalanx.events import EventLog
+from phalanx.events import EventLog, RunLog
 from phalanx.files import Token, release, take
 from phalanx.launch.targets import handed_over
 from phalanx.launch.targets.target import QueueTarget, Standing
@@ -57,6 +57,27 @@ def step(number: int) -> dict[str, Any]:
 
 def invoke(*words: str) -> Result:
     return CliRunner().invoke(main, list(words))
+
+
+def test_the_outcome_of_a_run_is_that_of_its_last_start(tmp_path: Path) -> None:
+    told: dict[str, dict[str, Any]] = {
+        "start": START,
+        "warning": {"message": "late"},
+        "resume": {"step": 3, "path": ""},
+    }
+    told["error"] = {"rank": 0, "step": 3, "kind": "ValueError", "message": "wrong", "lost": False}
+    told |= {
+        "stopped": {"step": 3, "signal": "SIGTERM"},
+        "end": {"step": 9, "samples": 27, "seconds": 1.0, "loss": 0.5},
+    }
+    cases = {"": "unknown", "end warning": "ended", "error": "failed", "stopped": "stopped", "error resume": "unknown"}
+    for words, outcome in {**cases, "end start": "unknown", "stopped start end": "ended"}.items():
+        run = RunLog(run_of(tmp_path, *({"time": 1.0, **told[word], "event": word} for word in words.split())))
+        assert (run.outcome, run.ended_since(0.0)) == (outcome, "end" in words.split()), words
+        assert [event["event"] for event in run.part] == ["start", *words.split("start")[-1].split()]
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "events.jsonl").symlink_to(tmp_path / "events.jsonl")
+    assert (RunLog(tmp_path / "linked").outcome, RunLog(tmp_path / "none").outcome) == ("", "")
 
 
 class TestStatus:

@@ -35,7 +35,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path, *, warns: bool = True) -> None:
-        """``warns``: warn on stderr if the file cannot be written.
+        """Open the log; ``warns``: warn on stderr if the file cannot be written.
 
         Raises:
             SpecError: the file is a link or no regular file.

@@ -1,4 +1,4 @@
-"""What an event log holds: one JSON object a line, each with ``event``, ``time`` and the fields named here.
+"""The schema of an event log: one JSON object a line, each with ``event``, ``time`` and the fields named here.
 
 ``SCHEMA_VERSION`` stands in the first line. A reader takes any log of its own major version: fields are added, never
 renamed or removed, within one.
@@ -245,7 +245,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
 
 
 def faults(event: dict[str, object]) -> list[str]:
-    """What in ``event`` departs from the schema; empty where nothing does."""
+    """Return a sentence for each fault of ``event`` against the schema."""
     name = event.get("event")
     if not isinstance(name, str) or name not in SCHEMA:
         return [f"unknown event {name!r}"]
@@ -296,10 +296,10 @@ _ACTION = (str, int, int, float, float)
 
 
 def understood(event: dict[str, Any]) -> bool:
-    """Return True if readers can take in ``event``, of a log of any version and of whoever wrote it.
+    """Return True if readers can use ``event``, which may be of any version, or a stranger's.
 
-    Every field that was there from the event's first version on has to be there, of its type, lists and dictionaries
-    with what they hold; numbers are finite. Fields and events that this version does not know are of a later one.
+    All fields of the event's first version must be there, each with its type and items; numbers are finite. Unknown
+    events and fields are of a later version.
     """
     name = event.get("event")
     if not isinstance(name, str) or not _is_a(event.get("time", 0.0), (float,)):

@@ -1,1 +1,1 @@
-"""Shows a run to people: progress, summary, tables, drawings. Everything here only reads what the run wrote."""
+"""Tables, progress, timelines and pages, read from the files of a run."""

@@ -38,7 +38,7 @@ def forecast_view(name: str, found: PlanForecast) -> RenderableType:
 
 
 def plan_view(name: str, advice: Advice) -> RenderableType:
-    """Return the ranked plans, why the first wins, and what its neighbours would cost."""
+    """Return the ranked plans, the reasons for the first, and the cost of its neighbours."""
     ranking, question, explanation = advice.ranking, advice.ranking.question, advice.explanation
     asked = f" on {question.cluster}, batch {question.work.batch}, {question.precision}"
     heading = Text.assemble((name, "bold"), asked)
@@ -177,7 +177,7 @@ def curve_rows(points: Sequence[ScalingPoint], steps: int) -> list[dict[str, str
 
 
 def sentences(curve: Curve) -> list[str]:
-    """Return the sentences about a curve: its knee, where more is slower, where to stop, what does not fit."""
+    """Return sentences about a curve: its knee, slower numbers of devices, the best number, plans that do not fit."""
     found: list[str] = []
     knee, slower, stop = curve.knee, curve.slower, curve.stop
     if curve.points and curve.fastest is curve.points[0] and len(curve.points) > 1:
@@ -211,7 +211,7 @@ def sentences(curve: Curve) -> list[str]:
 
 
 def short(plan: Plan) -> str:
-    """Return a plan without its precision, for tables whose heading has it."""
+    """Return a plan without its precision, which is in the heading."""
     return str(replace(plan, precision="fp32"))
 
 

@@ -1,4 +1,4 @@
-"""Tables, text and pictures of what commands answer, and the console that shows them: rich, with names kept as text."""
+"""Tables, text and pictures of answers, and the console that shows them: rich, with names kept as text."""
 
 from __future__ import annotations
 

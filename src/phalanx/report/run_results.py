@@ -44,7 +44,7 @@ class Run:
     process: BackgroundRun | None = field(default=None, compare=False, repr=False)
 
     def events(self, name: str | None = None) -> Iterator[dict[str, Any]]:
-        """The run's events in order; only those called ``name``, if given."""
+        """Return the run's events in order; only those called ``name``, if given."""
         log = RunLog(self.folder)
         return iter(log.events if name is None else log.named(name))
 
@@ -97,7 +97,7 @@ class Run:
         return self
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Every evaluation by step, the last of each: ``step``, ``loss``, ``samples``, ``metrics``."""
+        """Return every evaluation by step, the last of each: ``step``, ``loss``, ``samples``, ``metrics``."""
         last = {event["step"]: event for event in self.events("evaluate")}
         return [last[step] for step in sorted(last)]
 
@@ -110,7 +110,7 @@ class Run:
         return next((one for one in self.evaluations() if one["step"] == step), None)
 
     def metrics(self, event: str = "step") -> pandas.DataFrame:
-        """The events of one name as a table, one row a step, also while the run is trained.
+        """Return the events of one name as a table, one row a step, also while the run is trained.
 
         A step that was repeated after a resume has its last row.
 
@@ -145,7 +145,7 @@ class Run:
         return Plan.from_toml(read_text(self.folder / "plan.toml", where="plan.toml", fix="the folder of a run"))
 
     def checkpoint(self, step: Which = None) -> Path:
-        """The folder of a checkpoint: the newest complete one, that of ``step``, or of the ``"best"`` evaluation.
+        """Return the folder of a checkpoint: the newest complete one, that of ``step``, or of ``"best"``.
 
         Raises:
             SpecError: there is no such checkpoint.
@@ -164,7 +164,7 @@ class Run:
         return found[wanted]
 
     def state_dict(self, step: Which = None, *, averaged: bool = False) -> dict[str, Tensor]:
-        """Every tensor of the trained model, whole, on the CPU, by its first name in the model.
+        """Return every tensor of the trained model, whole, on the CPU, by its first name in the model.
 
         Args:
             step: as of ``checkpoint``.
@@ -181,7 +181,7 @@ class Run:
         return completed(self.job, path, model_tensors(path, averaged=averaged))
 
     def model(self, job: Job | None = None, *, step: Which = None, averaged: bool = False) -> nn.Module:
-        """The trained model on the CPU, in evaluation mode, for a run of any plan.
+        """Return the trained model on the CPU, in evaluation mode, for a run of any plan.
 
         Args:
             job: builds the model, if the run does not know its own.
@@ -292,7 +292,7 @@ def _row(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(folder: str | Path, job: Job | None = None) -> Run:
-    """The run in ``folder``, ended or not, as ``fit`` returns it; ``job`` is the trained job, for ``Run.model``.
+    """Return the run in ``folder``, ended or not, as ``fit`` does; ``job`` is the trained job, for ``Run.model``.
 
     Raises:
         SpecError: there is no run.
@@ -305,7 +305,7 @@ def load(folder: str | Path, job: Job | None = None) -> Run:
 
 
 def to_keras(run: Run, job: Job | None = None, *, step: Which = None, averaged: bool = False) -> Any:
-    """The Keras model that ``run`` has trained, as the job's function builds and compiles it, with the trained values.
+    """Return the Keras model that ``run`` has trained, as the job's function builds and compiles it.
 
     It is a model of Keras alone: ``to_keras(run).save("model.keras")``, ``.save_weights("model.weights.h5")``. Its
     optimizer has the run's state at that step, so that Keras' ``fit`` continues it. With averaged weights, or under

@@ -51,7 +51,7 @@ def looked_on(watch: Watch, log: Path) -> Iterator[Callable[[], None] | None]:
 
 
 def viewers_of_worker(watch: Watch) -> list[Viewer]:
-    """Return the viewers in a worker of torchrun, whose output is that of all ranks: a line every few seconds.
+    """Return the viewers in a worker of torchrun, which shares its output with all ranks: a line every few seconds.
 
     ``watch`` is never called there; if it is a function, warnings go to the logger ``phalanx``.
     """

@@ -1,4 +1,4 @@
-"""Tables of what commands answer: a run, its settings, a scaling measurement, a proof, checkpoints and hosts."""
+"""Tables of a run, its settings, a scaling measurement, a proof, checkpoints and hosts."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _by_rank(peaks: Sequence[int]) -> str:
 
 
 def _alike(summary: RunSummary) -> list[tuple[int, int]]:
-    """Return first and last of neighbouring ranks whose memory holds the same."""
+    """Return first and last of neighbouring ranks with the same memory by part."""
     groups: list[tuple[int, int]] = []
     for rank, parts in enumerate(summary.memory):
         if groups and parts == summary.memory[rank - 1]:
@@ -279,7 +279,7 @@ def checkpoints_table(told: Sequence[Mapping[str, Any]], notes: Sequence[str] = 
 
 
 def pruned_notes(deleted: int, damaged: Mapping[str, Sequence[str]], kept: str | None) -> list[str]:
-    """Return what a pruning deleted, and the checkpoints newer than the whole one, ``kept``, that are ``damaged``."""
+    """Return sentences about a pruning: deletions, and ``damaged`` checkpoints newer than ``kept``, the whole one."""
     notes = [f"{deleted} deleted"] if deleted else []
     notes += [f"{name} is damaged: {wrong[0]}" for name, wrong in damaged.items()]
     if damaged:
@@ -304,7 +304,7 @@ def contents_table(told: Mapping[str, Any]) -> RenderableType:
 
 
 def verified_table(problems: Mapping[str, Sequence[str]]) -> RenderableType:
-    """Return each checkpoint with what is wrong with it."""
+    """Return each checkpoint with its faults."""
     lines: list[Text] = []
     for name, wrong in problems.items():
         lines.append(Text.assemble(f"{name}: ", ("damaged", "bold red") if wrong else ("whole", "green")))
