@@ -28,27 +28,10 @@ PARTS = {"parameters": 4 * MIB, "gradients": 4 * MIB, "optimizer": 8 * MIB, "buf
 
 
 def start(**changes: Any) -> Event:
-    fields: dict[str, Any] = {
-        "schema": "1.2",
-        "job": "digits",
-        "plan": "dp=2",
-        "exact": "yes",
-        "world_size": 2,
-        "device": "cpu",
-        "batch": 100,
-        "samples": 250,
-        "drop_last": False,
-        "epoch_samples": None,
-        "repeats": False,
-        "stretches": [],
-        "batch_tokens": None,
-        "whole_epochs": True,
-        "workers": 0,
-        "total_steps": 8,
-        "first_step": 0,
-        "parameters": 1234,
-        "notes": [],
-    }
+    fields: dict[str, Any] = {"schema": "1.2", "job": "digits", "plan": "dp=2", "exact": "yes", "world_size": 2}
+    fields |= {"device": "cpu", "batch": 100, "samples": 250, "drop_last": False, "epoch_samples": None}
+    fields |= {"repeats": False, "stretches": [], "batch_tokens": None, "whole_epochs": True, "workers": 0}
+    fields |= {"total_steps": 8, "first_step": 0, "parameters": 1234, "notes": []}
     return {"event": "start", "time": 1000.0, **fields, **changes}
 
 

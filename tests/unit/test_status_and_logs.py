@@ -29,20 +29,8 @@ from phalanx.report import run_standing
 from phalanx.train.user_traceback import format_for_user, origin, users_frames
 
 pytestmark = pytest.mark.quick
-START: dict[str, Any] = {
-    "event": "start",
-    "time": 1.0,
-    "schema": "1.10",
-    "job": "j",
-    "plan": "dp=2",
-    "world_size": 2,
-    "device": "cpu",
-    "batch": 3,
-    "total_steps": 20,
-    "first_step": 0,
-    "parameters": 1,
-    "notes": [],
-}
+START: dict[str, Any] = {"event": "start", "time": 1.0, "schema": "1.10", "job": "j", "plan": "dp=2", "world_size": 2}
+START |= {"device": "cpu", "batch": 3, "total_steps": 20, "first_step": 0, "parameters": 1, "notes": []}
 
 
 def run_of(folder: Path, *events: dict[str, Any]) -> Path:
@@ -60,16 +48,10 @@ def invoke(*words: str) -> Result:
 
 
 def test_the_outcome_of_a_run_is_that_of_its_last_start(tmp_path: Path) -> None:
-    told: dict[str, dict[str, Any]] = {
-        "start": START,
-        "warning": {"message": "late"},
-        "resume": {"step": 3, "path": ""},
-    }
+    told: dict[str, dict[str, Any]] = {"start": START, "warning": {"message": "m"}, "resume": {"step": 3, "path": ""}}
     told["error"] = {"rank": 0, "step": 3, "kind": "ValueError", "message": "wrong", "lost": False}
-    told |= {
-        "stopped": {"step": 3, "signal": "SIGTERM"},
-        "end": {"step": 9, "samples": 27, "seconds": 1.0, "loss": 0.5},
-    }
+    told["stopped"] = {"step": 3, "signal": "SIGTERM"}
+    told["end"] = {"step": 9, "samples": 27, "seconds": 1.0, "loss": 0.5}
     cases = {"": "unknown", "end warning": "ended", "error": "failed", "stopped": "stopped", "error resume": "unknown"}
     for words, outcome in {**cases, "end start": "unknown", "stopped start end": "ended"}.items():
         run = RunLog(run_of(tmp_path, *({"time": 1.0, **told[word], "event": word} for word in words.split())))

@@ -139,7 +139,8 @@ def _facts(rows: Mapping[str, str]) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    head = "".join(f"<th>{_escape(one)}</th>" for one in (rows[0] if rows else ()))
+    headings = [one.replace("-\n", "-").replace("\n", " ") for one in (rows[0] if rows else ())]
+    head = "".join(f"<th>{_escape(one)}</th>" for one in headings)
     body = "".join("<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
