@@ -116,8 +116,8 @@ def start(
         SpecError: as of ``fit``, and inside a worker started by torchrun.
         RefusedError: as of ``fit``: no run has begun then.
     """
-    from phalanx.launch.side_process import BackgroundRun
     from phalanx.events.following import Follower
+    from phalanx.launch.side_process import BackgroundRun
     from phalanx.preflight.supervised_run import RunStarter, train_here
     from phalanx.report.shown_progress import LoggedWarnings
 

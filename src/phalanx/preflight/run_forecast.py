@@ -15,7 +15,6 @@ from phalanx.errors import Problem, RefusedError, RunError, WorkerError, is_out_
 from phalanx.events import EventLog, RunLog
 from phalanx.files import check_writer, replace_text
 from phalanx.launch.side_process import Afterwards, SideProcess
-from phalanx.launch.targets.launch_folder import last_word
 from phalanx.preflight.machine_forecast import send_forecast
 from phalanx.report.comparison import FORECAST, LATE, memory_beside, stored, under_forecast
 from phalanx.units import show_bytes
@@ -128,7 +127,7 @@ class RunForecaster:
         if found is None or self._logged or not self._log.exists() or self._log.stat().st_size <= self._size:
             return
         self._logged = True
-        if last_word(self._run.folder) in ("end", "stopped"):  # which stays the last
+        if RunLog(self._run.folder).outcome in ("ended", "stopped"):  # which stays the last
             return
         names = ("cluster", "step", "low", "high", "seconds", "memory", "allocated", "reserved", "room", "fits")
         with EventLog(self._log) as log:

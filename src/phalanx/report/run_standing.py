@@ -18,9 +18,7 @@ from phalanx.errors import PhalanxError, RunError, SpecError
 from phalanx.events import RunLog
 from phalanx.events.log import Event, last_failure, outcome_of
 from phalanx.files import Writer, is_written, writer_of
-from phalanx.launch.targets.handed_over import UnmarkedError
-from phalanx.launch.targets.handed_over import is_handed_over
-from phalanx.launch.targets.handed_over import ticket_of
+from phalanx.launch.targets.handed_over import UnmarkedError, is_handed_over, ticket_of
 from phalanx.launch.targets.target import Standing
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 
 from phalanx.config import Job, Plan
 from phalanx.errors import SpecError
-from phalanx.launch.side_process import look_ahead
 from phalanx.events import RunLog
+from phalanx.launch.side_process import look_ahead
 from phalanx.parallel import device_kind
 from phalanx.placement.batch_split import micro_batches
 from phalanx.placement.ownership import ParameterShard, Survey, TensorPiece

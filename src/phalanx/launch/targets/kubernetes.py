@@ -26,16 +26,9 @@ from phalanx.launch.targets.kubernetes_manifest import (
     manifests,
     part_of,
 )
-from phalanx.launch.targets.launch_folder import FOLDER
-from phalanx.launch.targets.launch_folder import State
-from phalanx.launch.targets.launch_folder import attached_log
-from phalanx.launch.targets.launch_folder import fetched_log
+from phalanx.launch.targets.launch_folder import FOLDER, State, attached_log, fetched_log
 from phalanx.launch.targets.offer import ask_program
-from phalanx.launch.targets.target import Option
-from phalanx.launch.targets.target import Prepared
-from phalanx.launch.targets.target import QueueTarget
-from phalanx.launch.targets.target import Standing
-from phalanx.launch.targets.target import Submission
+from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission
 
 _MANIFESTS = "kubernetes.json"
 _ASKED = "asked-to-stop"

@@ -21,10 +21,8 @@ from phalanx.config import RunSpec
 from phalanx.config.run_files import EVENTS, RUN_TOML
 from phalanx.device_kinds import kind_for
 from phalanx.errors import SpecError
-from phalanx.events.log import EventReader
+from phalanx.events.log import EventReader, Outcome, outcome_of
 from phalanx.files import replace_text
-from phalanx.events.log import Outcome
-from phalanx.events.log import outcome_of
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.runfile import absolute
 from phalanx.launch.targets.launch_folder import FOLDER

@@ -18,18 +18,11 @@ from typing import Any, ClassVar, final
 from unittest.mock import patch
 
 from phalanx.config.run_files import EVENTS
-from phalanx.errors import MissingExtraError
-from phalanx.errors import PhalanxError
-from phalanx.errors import RunError
-from phalanx.errors import SpecError
+from phalanx.errors import MissingExtraError, PhalanxError, RunError, SpecError
 from phalanx.events import RunLog
 from phalanx.launch.jobfile import Reference
 from phalanx.launch.reaper import SAVED
-from phalanx.launch.targets.code_pack import CODE_OPTION
-from phalanx.launch.targets.code_pack import NEVER_CODE
-from phalanx.launch.targets.code_pack import folder_and_problems
-from phalanx.launch.targets.code_pack import ignored_lines
-from phalanx.launch.targets.code_pack import job_within
+from phalanx.launch.targets.code_pack import CODE_OPTION, NEVER_CODE, folder_and_problems, ignored_lines, job_within
 from phalanx.launch.targets.launch_folder import State
 from phalanx.launch.targets.offer import gpus_of_node
 from phalanx.launch.targets.option_checks import (

@@ -20,10 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import RunSpec
-from phalanx.errors import PhalanxError
-from phalanx.errors import RefusedError
-from phalanx.errors import RunError
-from phalanx.errors import SpecError
+from phalanx.errors import PhalanxError, RefusedError, RunError, SpecError
 from phalanx.events import RunLog
 from phalanx.launch.addresses import LOOPBACK
 from phalanx.launch.reaper import SAVED, StopRequest, die_with, ignore_signal

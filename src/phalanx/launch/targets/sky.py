@@ -19,12 +19,13 @@ from typing import Any, ClassVar, final
 
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, RunError, SpecError
+from phalanx.events import RunLog
 from phalanx.files import replace_text
 from phalanx.hardware.catalog import find, unknown
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets import option_checks as checks
 from phalanx.launch.targets.code_pack import CODE_OPTION, CodePack, folder_and_problems, job_within
-from phalanx.launch.targets.launch_folder import LAST_WORDS, State, fetched_log, last_word
+from phalanx.launch.targets.launch_folder import State, fetched_log
 from phalanx.launch.targets.offer import Offer, ask_program, gpus_of_node
 from phalanx.launch.targets.target import Option, Prepared, QueueTarget, Standing, Submission
 
@@ -150,7 +151,7 @@ class SkyTarget(QueueTarget):
             if job["job_name"] == ticket["job"]:
                 words = [job["status"], job.get("failure_reason"), f"recovered {job.get('recovery_count') or 0} times"]
                 return Standing(state=_STATES.get(job["status"], "failed"), detail=", ".join(filter(None, words)))
-        return Standing(state=LAST_WORDS.get(last_word(folder), "unknown"), detail=said)
+        return Standing(state=RunLog(folder).outcome or "unknown", detail=said)
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
         _ask("jobs", "cancel", "--yes", "--name", ticket["job"])

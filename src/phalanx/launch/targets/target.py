@@ -24,16 +24,12 @@ from typing import Any, ClassVar, Literal, Self
 
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run_files import RUN_TOML
-from phalanx.errors import PhalanxError
-from phalanx.errors import RunError
-from phalanx.errors import SpecError
+from phalanx.errors import PhalanxError, RunError, SpecError
 from phalanx.events import RunLog
 from phalanx.files import replace_text
 from phalanx.files.single_writer import is_running
 from phalanx.launch.check import TargetHost
-from phalanx.launch.targets.launch_folder import FOLDER
-from phalanx.launch.targets.launch_folder import State
-from phalanx.launch.targets.launch_folder import attached_log
+from phalanx.launch.targets.launch_folder import FOLDER, State, attached_log
 from phalanx.launch.targets.offer import Offer
 
 
