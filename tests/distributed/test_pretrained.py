@@ -186,9 +186,11 @@ def test_what_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Path) -> 
         with pytest.raises(SpecError, match=says):
             px.fit(job(model=lambda: nn.Linear(4, 3), initial=path), "dp=2", folder=tmp_path / "run")
         assert not os.path.exists(tmp_path / "run"), what
-    for given in (5, "", px.Pretrained("x", missing="head")):
+    for given in (5, ""):
         with pytest.raises(SpecError, match=r"job\.initial"):
             job(initial=given)
+    with pytest.raises(SpecError, match=r"px\.Pretrained\.missing"):
+        px.Pretrained("x", missing="head")
 
 
 SMALL = 3 * MIB  # what is no parameter: records of blocks, holes in the heap

@@ -160,14 +160,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "warm-up begins one step late",
-        "config/schedule.py",
+        "config/optimizing.py",
         "rise = min(1.0, (step + 1) / warmup)",
         "rise = min(1.0, step / warmup)",
         ("prove rich single",),
     ),
     Mutation(
         "the decay does not reckon with the warm-up",
-        "config/schedule.py",
+        "config/optimizing.py",
         "progress = min(1.0, (step - warmup) / max(1.0, total - warmup))",
         "progress = min(1.0, step / max(1.0, total))",
         ("prove rich single",),

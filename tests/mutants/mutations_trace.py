@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutation import Mutation
 
-STAGES, ORDERS, SCHEDULE = "placement/stages.py", "data/own_orders.py", "config/schedule.py"
+STAGES, ORDERS, SCHEDULE = "placement/stages.py", "data/own_orders.py", "config/optimizing.py"
 
 TRACE = (
     Mutation(

@@ -15,7 +15,7 @@ import phalanx as px
 from phalanx import hardware
 from phalanx.cli import main
 from phalanx.config import Cluster, Device, Group, Host, Link, Network
-from phalanx.config.device import DTYPES
+from phalanx.config.cluster import DTYPES
 from phalanx.errors import SpecError
 from phalanx.hardware.catalog import nearest
 from phalanx.launch.jobfile import load_job

@@ -98,6 +98,15 @@ def test_everything_wrong_in_a_plan_is_said_at_once() -> None:
     assert {problem.where for problem in caught.value.problems} == {"plan.dq", "plan.zero", "plan.micro"}
 
 
+def test_a_field_that_is_wrong_hides_no_other_problem() -> None:
+    with pytest.raises(SpecError) as caught:
+        Plan(dp="2", schedule="zbv", sequence=True)  # pyrefly: ignore
+    assert [problem.where for problem in caught.value.problems] == ["plan.dp", "plan.schedule", "plan.sequence"]
+    with pytest.raises(SpecError) as caught:
+        Job(**{**RIGHT, "batch": "8", "steps": 3, "workers": -1, "prefetch": 2})
+    assert [problem.where for problem in caught.value.problems] == ["job.batch", "job.workers", "job.epochs"]
+
+
 RIGHT: dict[str, Any] = {
     "model": lambda: None,
     "data": lambda: None,
@@ -130,6 +139,12 @@ def test_wrong_run_files() -> None:
     with pytest.raises(SpecError) as caught:
         RunSpec.from_toml('plan = "dq=2"\ncolour = 1\n')
     assert {problem.where for problem in caught.value.problems} == {"run.colour", "run.job", "run.folder", "plan.dq"}
+    with pytest.raises(SpecError) as caught:
+        RunSpec.from_toml('job = "a.py"\nplan = "dp=2"\nfolder = "x"\ncolour = 1\nsteps = 1\nepochs = 1\nkeep = 0\n')
+    assert [problem.where for problem in caught.value.problems] == ["run.colour", "run.keep", "run.epochs"]
+    with pytest.raises(SpecError) as caught:
+        RunSpec.from_toml('job = "a.py"\nfolder = "x"\nsteps = "many"\n')
+    assert {problem.where for problem in caught.value.problems} == {"run.plan", "run.steps"}
     with pytest.raises(SpecError):
         RunSpec(job="a", plan=Plan(), folder=Path("x"), steps=1, epochs=1)
 

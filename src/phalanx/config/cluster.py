@@ -3,49 +3,133 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, TypeVar, cast
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import tomli_w
 
-from phalanx.config.device import Device, Host, Link, Network
-from phalanx.config.fields import is_whole
+from phalanx.config.fields import SelfChecked, Veto, from_table, is_number, nearest, option
+from phalanx.device_kinds import hardware_names
 from phalanx.errors import Problem, SpecError
 from phalanx.files import toml_table
 
-_T = TypeVar("_T")
-_PARTS: dict[str, type] = {"device": Device, "link": Link, "host": Host, "network": Network}
+DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
+"""Names a device's ``peak`` may have, in the order they are shown."""
+
 _FILE_FIX = "write the file with Cluster.to_toml()"
+_NEEDED = Veto("bandwidth", lambda one: one.bandwidth == 0, "0", "more than 0 bytes per second", "bandwidth = 25e9")
+_ROOM = Veto("kept", lambda one: one.kept > one.memory, "{kept}", "at most the memory, {memory}", "kept = 0")
+_PART = {"example": _FILE_FIX}
+
+
+def _amount(of: str, example: str) -> dict[str, Any]:
+    return {"least": 0, "of": of, "example": example}
+
+
+_RATE = _amount("bytes per second in one direction", "bandwidth = 25e9")
+_HOP = _amount("seconds", "latency = 3.4e-6")
+
+
+def _is_peak(given: Any) -> bool:
+    known = isinstance(given, Mapping) and len(given) > 0
+    return known and all(dtype in DTYPES and is_number(rate) and rate > 0 for dtype, rate in given.items())
+
+
+_PEAK = {
+    "accepts": _is_peak,
+    "allowed": f"FLOP/s, more than 0, by dtype: {', '.join(DTYPES)}",
+    "example": "peak = {fp32 = 67e12, bf16 = 989e12}",
+}
+_KIND = {
+    "accepts": lambda kind: kind in hardware_names(),
+    "allowed": lambda: ", ".join(hardware_names()),
+    "example": lambda kind: f'kind = "{nearest(str(kind), hardware_names(), cutoff=0.5)}"',
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """Equal nodes with equal devices.
+class Device(SelfChecked, where="device", rules=(_NEEDED, _ROOM)):
+    """One unit that computes: a GPU, a TPU chip, or a CPU core.
 
     Attributes:
-        device: what computes.
-        link: between the devices of one node.
-        host: the machine around them.
-        per_node: devices in one node.
-        nodes: machines.
+        kind: as in plans, such as ``cpu``; ``rocm`` if torch has one name for the devices of two makers.
+        peak: most FLOP/s of matrix products by dtype, without sparsity; only dtypes that are supported.
+        bandwidth: bytes per second between it and its memory.
+        kept: bytes of ``memory`` that driver and runtime keep from a training process.
+        power: most watts it draws; ``None`` if not published.
+        launch: seconds the host needs to start one kernel; ``None`` if not known.
+        processors: streaming multiprocessors or compute units; ``None`` if not known.
+        measured: constants of its kernels and exchanges from ``phalanx calibrate``, in place of those of its family.
     """
 
-    device: Device
-    link: Link
-    host: Host
-    per_node: int = 1
-    nodes: int = 1
+    name: str = field(metadata={"example": 'name = "H100"'})
+    kind: str = field(metadata=_KIND)
+    peak: Mapping[str, float] = field(hash=False, metadata=_PEAK)
+    memory: int = field(metadata=_amount("bytes", "memory = 85899345920"))
+    bandwidth: float = field(metadata=_amount("bytes per second", "bandwidth = 3.35e12"))
+    kept: int = field(default=0, metadata=_amount("bytes", "kept = 1073741824"))
+    power: float | None = field(default=None, metadata=_amount("watts", "power = 700"))
+    launch: float | None = field(default=None, metadata=_amount("seconds", "launch = 5e-6"))
+    processors: int | None = field(default=None, metadata=_amount("multiprocessors", "processors = 132"))
+    measured: Mapping[str, float] = field(
+        default_factory=dict[str, float], hash=False, metadata={"least": 0, "example": "phalanx calibrate"}
+    )
 
-    def __post_init__(self) -> None:
-        problems = [
-            Problem(where=f"group.{name}", given=repr(value), allowed="a whole number, 1 or more", fix=f"{name} = 4")
-            for name, value in (("per_node", self.per_node), ("nodes", self.nodes))
-            if not is_whole(value, 1)
-        ]
-        for name, part in (("device", self.device), ("link", self.link), ("host", self.host)):
-            problems += _not_a(name, part, "group")
-        if problems:
-            raise SpecError(problems)
+    @property
+    def room(self) -> int:
+        """Bytes a training process can use for tensors: the memory less what driver and runtime keep."""
+        return self.memory - self.kept
+
+    def ridge(self, dtype: str) -> float:
+        """Return the FLOP per byte above which a product in ``dtype`` is bound by arithmetic (Williams 2009, 3)."""
+        return self.peak[dtype] / self.bandwidth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link(SelfChecked, where="link", rules=(_NEEDED,)):
+    """A connection between devices of one node, or of a device and its host: its bytes and seconds of one hop."""
+
+    name: str = field(metadata={"example": 'name = "NVLink 4"'})
+    bandwidth: float = field(metadata=_RATE)
+    latency: float = field(metadata=_HOP)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Network(SelfChecked, where="network", rules=(_NEEDED,)):
+    """The connection between nodes, all adapters of a node together; without a name if a user gave only a rate."""
+
+    bandwidth: float = field(metadata=_RATE)
+    latency: float = field(metadata=_HOP)
+    name: str = option("", 'name = "400 Gb/s InfiniBand"')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host(SelfChecked, where="host"):
+    """A machine that holds devices.
+
+    Attributes:
+        slots: devices it holds when full; 0 for any number.
+        link: between one device and the memory of the host; ``None`` if the device computes in that memory.
+        numa: NUMA nodes; this, cores and memory (bytes) are ``None`` if not known.
+    """
+
+    name: str = field(metadata={"example": 'name = "DGX H100"'})
+    slots: int = field(default=0, metadata=_amount("devices", "slots = 8"))
+    link: Link | None = option(None, _FILE_FIX)
+    cores: int | None = field(default=None, metadata=_amount("cores", "cores = 112"))
+    memory: int | None = field(default=None, metadata=_amount("bytes", "memory = 2000000000000"))
+    numa: int | None = field(default=None, metadata=_amount("NUMA nodes", "numa = 2"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group(SelfChecked, where="group"):
+    """Equal nodes with equal devices, which ``link`` joins in each node."""
+
+    device: Device = field(metadata=_PART)
+    link: Link = field(metadata=_PART)
+    host: Host = field(metadata=_PART)
+    per_node: int = option(1, "per_node = 4", least=1)
+    nodes: int = option(1, "nodes = 4", least=1)
 
     @property
     def devices(self) -> int:
@@ -58,26 +142,19 @@ class Group:
         return f"{self.nodes}x{self.per_node}x{self.device.name}" if many else f"{self.per_node}x{self.device.name}"
 
 
+_GROUPS = {
+    "accepts": lambda given: type(given) is tuple and all(isinstance(one, Group) for one in given or [None]),
+    "allowed": "one [[groups]] table or more",
+    "example": _FILE_FIX,
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
-    """Groups of nodes on one network. ``hardware.cluster("4x8xH100")`` makes one from text and the catalog.
+class Cluster(SelfChecked, where="cluster"):
+    """Groups of nodes on one network. ``hardware.cluster("4x8xH100")`` makes one from text and the catalog."""
 
-    Attributes:
-        groups: equal nodes together; more than one where devices differ.
-        network: between the nodes.
-    """
-
-    groups: tuple[Group, ...]
-    network: Network
-
-    def __post_init__(self) -> None:
-        problems: list[Problem] = []
-        if type(self.groups) is not tuple or not all(isinstance(one, Group) for one in self.groups or [None]):
-            allowed = "a tuple of one Group or more"
-            problems.append(Problem(where="cluster.groups", given=repr(self.groups), allowed=allowed, fix=_FILE_FIX))
-        problems += _not_a("network", self.network, "cluster")
-        if problems:
-            raise SpecError(problems)
+    groups: tuple[Group, ...] = field(metadata=_GROUPS)
+    network: Network = field(metadata=_PART)
 
     @property
     def devices(self) -> int:
@@ -90,103 +167,38 @@ class Cluster:
         return sum(group.nodes for group in self.groups)
 
     def __str__(self) -> str:
-        """The text that ``hardware.cluster`` reads: what differs from the catalog is not in it, but for the rate."""
+        """Return the text that ``hardware.cluster`` reads: names and rate, without changes of the catalog's figures."""
         rate = f"@{self.network.bandwidth * 8 / 1e9:.12g}Gb/s" if not self.network.name else ""
         return "+".join(map(str, self.groups)) + rate
 
     def to_toml(self) -> str:
-        """The cluster, every figure included, as a TOML document."""
-        table = asdict(self)
-        table["groups"] = list(table["groups"])
-        return tomli_w.dumps(_without_none(table))
+        """Return the cluster as a TOML document with every figure."""
+        return tomli_w.dumps(_without_none(asdict(self)))
 
     @classmethod
     def from_toml(cls, text: str) -> Cluster:
-        """The cluster in a TOML document.
+        """Return the cluster in a TOML document.
 
         Raises:
             SpecError: with everything that is wrong in it.
         """
-        table = toml_table(text, where="cluster", fix=_FILE_FIX)
-        return cls.from_table(table)
+        return cls.from_table(toml_table(text, where="cluster", fix=_FILE_FIX))
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Cluster:
-        """The cluster in a table as ``to_toml`` writes it.
+        """Return the cluster in a table as ``to_toml`` writes it.
 
         Raises:
             SpecError: with everything that is wrong in it.
         """
-        problems = [
-            Problem(where=f"cluster.{key}", given="unknown key", allowed="groups, network", fix=_FILE_FIX)
-            for key in table
-            if key not in ("groups", "network")
-        ]
-        given = cast(object, table.get("groups"))
-        rows: list[object] = [*cast(list[object], given)] if isinstance(given, list) else []
-        groups = [_built(Group, f"groups[{place}]", row, problems) for place, row in enumerate(rows)]
-        if not rows:
-            allowed = "one [[groups]] table or more"
-            problems.append(
-                Problem(where="cluster.groups", given=repr(table.get("groups")), allowed=allowed, fix=_FILE_FIX)
-            )
-        network = _built(Network, "network", table.get("network"), problems)
-        if problems or network is None:
+        problems: list[Problem] = []
+        made = from_table(cls, "cluster", table, _FILE_FIX, problems)
+        if made is None:
             raise SpecError(problems)
-        return cls(groups=tuple(group for group in groups if group), network=network)
-
-
-def _not_a(name: str, part: object, where: str) -> list[Problem]:
-    if isinstance(part, _PARTS[name]):
-        return []
-    return [Problem(where=f"{where}.{name}", given=repr(part), allowed=f"a {_PARTS[name].__name__}", fix=_FILE_FIX)]
-
-
-def _built(cls: type[_T], where: str, given: object, problems: list[Problem]) -> _T | None:
-    """An instance from a table, or what is wrong with it added to ``problems``."""
-    if not isinstance(given, Mapping):
-        allowed = f"a table with {', '.join(_required(cls))}"
-        problems.append(
-            Problem(where=where, given="nothing" if given is None else repr(given), allowed=allowed, fix=_FILE_FIX)
-        )
-        return None
-    table = cast(Mapping[str, Any], given)
-    names = [one.name for one in fields(cast(Any, cls))]
-    found = [
-        Problem(where=f"{where}.{key}", given="unknown key", allowed=", ".join(names), fix=_FILE_FIX)
-        for key in table
-        if key not in names
-    ]
-    found += [
-        Problem(where=f"{where}.{name}", given="nothing", allowed=f"a value of {cls.__name__}", fix=_FILE_FIX)
-        for name in _required(cls)
-        if name not in table
-    ]
-    values: dict[str, Any] = {}
-    for name in (name for name in names if name in table):
-        part = _PARTS.get(name) if cls in (Group, Host) else None
-        values[name] = _built(part, f"{where}.{name}", table[name], found) if part else table[name]
-    problems += found
-    try:
-        return cls(**values) if not found else None
-    except SpecError as error:
-        for problem in error.problems:
-            inside = problem.where.partition(".")[2]
-            path = f"{where}.{inside}" if inside else where
-            problems.append(Problem(where=path, given=problem.given, allowed=problem.allowed, fix=problem.fix))
-        return None
-
-
-def _required(cls: type) -> list[str]:
-    return [one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING]
+        return made
 
 
 def _without_none(value: Any) -> Any:
-    match value:
-        case dict():
-            table = cast(dict[str, Any], value)
-            return {name: _without_none(one) for name, one in table.items() if one is not None}
-        case list():
-            return [_without_none(one) for one in cast(list[Any], value)]
-        case _:
-            return value
+    if isinstance(value, dict):
+        return {name: _without_none(one) for name, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, tuple | list) else value

@@ -1,8 +1,7 @@
-"""Runs whose number of devices may change: from how many to how many, and what becomes of their plan.
+"""Runs whose number of devices may change, and their plans.
 
-The global batch, the learning rate and the order of the data are the job's, so that the number of devices changes how
-long a step takes and nothing that is learnt. What a plan does about a replica of the model stays as well; only how many
-replicas there are, and over how many devices each is sharded, follows the number of devices.
+The global batch, the learning rate and the order of the data stay the job's, so a change of devices changes the time of
+a step only. The plan of a replica stays too; the number of replicas, and the devices that shard each, change.
 """
 
 from __future__ import annotations
@@ -23,18 +22,14 @@ _MOST = 10_000
 @final
 @dataclass(frozen=True, slots=True)
 class DeviceRange:
-    """From how many to how many devices a run may have. As text ``1:4``."""
+    """The fewest and the most devices of a run, as text ``1:4``."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: object, where: str) -> Self:
-        """The range that ``text`` says; ``where`` it stands.
-
-        Raises:
-            SpecError: it says none.
-        """
+        """Return the range of ``text``, or raise a ``SpecError`` at ``where``."""
         found = _TEXT.fullmatch(text) if isinstance(text, str) else None
         numbers = [int(number) for number in found.groups()] if found else [0, 0]
         if not 1 <= numbers[0] <= numbers[1] <= _MOST:
@@ -53,12 +48,11 @@ def _example(where: str, numbers: list[int]) -> str:
 
 
 def resized(plan: Plan, devices: int) -> Plan | None:
-    """``plan`` on another number of devices; ``None`` where it cannot be on so many.
+    """Return ``plan`` on another number of devices; ``None`` if that is impossible.
 
-    ``tp``, ``pp``, ``cp`` and ``ep`` stay as they are. The other devices are replicas (``dp``), each sharded over the
-    fewest devices that are no fewer than ``fsdp`` says and go into their number, or over all of them where they are
-    fewer; under ``threads`` they are threads. What says how several replicas work together (``zero``, ``compress``,
-    ``shares=auto``) is left out where there is one.
+    ``tp``, ``pp``, ``cp`` and ``ep`` stay. The other devices are replicas (``dp``; threads with ``threads``), each
+    sharded over the next larger divisor of their number, at least ``fsdp``. A single replica has no ``zero``,
+    ``compress`` or ``shares=auto``.
     """
     replicas, left = divmod(devices, prod(getattr(plan, name) for name in _INNER))
     if left or not replicas:
@@ -78,10 +72,10 @@ def resized(plan: Plan, devices: int) -> Plan | None:
 
 
 def plans_of(plan: Plan, devices: DeviceRange, batch: int, *smaller: int) -> dict[int, Plan]:
-    """The plan on each number of devices that it can be on, the fewest first.
+    """Return the plan on each possible number of devices, the fewest first.
 
-    No forward pass holds more samples of the global ``batch`` than with the most devices: fewer of them take several
-    (``micro``), which needs no more memory for activations. ``smaller`` are those of steps that have fewer samples.
+    With fewer devices ``micro`` keeps the samples of a forward pass, and so the memory, at those with the most devices.
+    ``smaller`` are the batches of steps with fewer samples than the global ``batch``.
     """
     least = min((batch, *smaller))
     found = {size: resized(plan, size) for size in range(devices.least, devices.most + 1)}
@@ -95,26 +89,20 @@ def plans_of(plan: Plan, devices: DeviceRange, batch: int, *smaller: int) -> dic
 
 
 def elastic_problems(plan: Plan, devices: str) -> list[Problem]:
-    """What keeps a run under ``plan`` from changing its number of devices within ``devices``."""
+    """Return the problems of a run under ``plan`` whose number of devices may change within ``devices``."""
     try:
         within = DeviceRange.parse(devices, "run.devices")
     except SpecError as error:
         return list(error.problems)
-    why = ""
+    why, fix = "", f"-n {plan.devices}"
     if plan.server:
-        why = "workers of servers may come and go as it is, while the run goes on"
+        why = "a number of devices: workers of servers may come and go as it is, while the run goes on"
     elif plan.shares not in ("", "auto"):
-        why = "shares says what each of so many ranks takes, and shares=auto finds it out"
+        why = "a number of devices: shares says what each of so many ranks takes, and shares=auto finds it out"
     elif plan.exactness == "no":
-        why = "with another number of replicas it would learn something else"
-    if why:
-        given, allowed = f"{within} with plan {plan}", f"a number of devices: {why}"
-        return [Problem(where="run.devices", given=given, allowed=allowed, fix=f"-n {plan.devices}")]
-    if not any(resized(plan, size) for size in range(within.least, within.most + 1)):
+        why = "a number of devices: with another number of replicas it would learn something else"
+    elif not any(resized(plan, size) for size in range(within.least, within.most + 1)):
         inner = prod(getattr(plan, name) for name in _INNER)
-        given, allowed = (
-            f"{within} with plan {plan}",
-            f"a range that holds a multiple of {inner}, one replica's devices",
-        )
-        return [Problem(where="run.devices", given=given, allowed=allowed, fix=f"-n {inner}:{2 * inner}")]
-    return []
+        why, fix = f"a range that holds a multiple of {inner}, one replica's devices", f"-n {inner}:{2 * inner}"
+    given = f"{within} with plan {plan}"
+    return [Problem(where="run.devices", given=given, allowed=why, fix=fix)] if why else []

@@ -5,352 +5,254 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from phalanx.config.averaging import Average
-from phalanx.config.batch_ramp import BatchRamp, ramp_problems
-from phalanx.config.clip import Clip
-from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
-from phalanx.config.losses import loss_problems, told_of_training
-from phalanx.config.own_sampler import Sampler, beside_sampler, sampler_problems
-from phalanx.config.phases import Phase, not_given, phase_problems
-from phalanx.config.schedule import Schedule
-from phalanx.config.token_batch import TokenBatch, token_problems
-from phalanx.errors import Problem, SpecError
+from phalanx.config.batching import (
+    BatchRamp,
+    Sampler,
+    TokenBatch,
+    ramp_problems,
+    sampler_problems,
+    warms_up_in_samples,
+)
+from phalanx.config.fields import SelfChecked, Veto, option, shown
+from phalanx.config.losses import LOSS, LOSS_RULES, PLAIN_LOSS, is_model_loss, told_of_training
+from phalanx.config.optimizing import Average, Clip, Schedule, schedule_problems
+from phalanx.config.phases import PHASE_RULES, Phase, not_given
 
 Unused = Literal["error", "allow"]
 LossOver = Literal["samples", "batch"]
 Statistics = Literal["micro", "global"]
 Cutting = Literal["colwise", "rowwise", "whole", 0, 1]
-"""How a weight is cut over ``tp``: along its output or its input features, not at all, or by its dimension."""
-
-_CUTTINGS = get_args(Cutting)
+"""The cut of a weight over ``tp``: along its output or input features, none, or a dimension."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pretrained:
+class Pretrained(SelfChecked, where="px.Pretrained", call="px.Pretrained({})"):
     """Initial values from a folder of safetensors as ``save_pretrained`` writes it, or from one such file.
 
     Attributes:
         path: the folder (``model.safetensors``, or shards with ``model.safetensors.index.json``), or the file.
-        missing: names of parameters, ``*`` standing for any text, that may be missing there and then keep the values
-            that ``job.model`` gives them, such as those of a new head.
+        missing: names of parameters, ``*`` standing for any text, that may be missing there, such as those of a new
+            head; they keep the values of ``job.model``.
         unused: names there, ``*`` standing for any text, that the model need not have.
     """
 
-    path: str | Path
-    missing: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
+    path: str | Path = field(metadata={"accepts": lambda given: is_path(given), "example": '"path/to/folder"'})
+    missing: Sequence[str] = option((), '"path/to/folder", missing=["head.*"]', allowed="a list of names")
+    unused: Sequence[str] = option((), '"path/to/folder", unused=["head.*"]', allowed="a list of names")
 
     @classmethod
     def of(cls, given: str | Path | Pretrained) -> Pretrained:
-        """``given``, of which a path alone stands for a folder that fits name by name."""
+        """Return ``given``, or the folder of that path."""
         return given if isinstance(given, Pretrained) else cls(given)
 
 
+def is_name(given: Any) -> bool:
+    """Return True if ``given`` is a text, not empty."""
+    return isinstance(given, str) and given != ""
+
+
+def is_path(given: Any) -> bool:
+    """Return True if ``given`` is a path, not empty."""
+    return isinstance(given, str | Path) and bool(str(given))
+
+
 @dataclass(frozen=True, slots=True)
-class Best:
-    """By which number evaluations are compared. The checkpoint of the best one stays, whatever else is deleted.
+class Best(SelfChecked, where="best", call="px.Best({})"):
+    """The number that evaluations are compared by. The checkpoint of the best one is never deleted.
 
     Attributes:
         metric: ``loss``, the evaluation's, or a name of ``job.metrics``.
-        mode: whether less is better, ``min``, or more, ``max``.
-        patience: evaluations in a row that bring nothing better, after which the run ends early; ``None``: it does not.
-        min_delta: by how much a better one has to be better.
+        mode: ``min`` if less is better, ``max`` if more is.
+        patience: evaluations in a row without a better one that end the run; ``None``: any number.
+        min_delta: least difference of a better evaluation.
     """
 
-    metric: str = "loss"
-    mode: Literal["min", "max"] = "min"
-    patience: int | None = None
-    min_delta: float = 0.0
-
-    def __post_init__(self) -> None:
-        problems = _problems_of_best(self)
-        if problems:
-            raise SpecError(problems)
+    metric: str = option("loss", '"accuracy", mode="max"', accepts=is_name, allowed="loss, or the name of a metric")
+    mode: Literal["min", "max"] = option("min", '"accuracy", mode="max"')
+    patience: int | None = option(None, "patience=3", least=1, of="evaluations")
+    min_delta: float = option(0.0, "min_delta=0.001", least=0)
 
 
-def _problems_of_best(best: Best) -> list[Problem]:
-    found: list[Problem] = []
-
-    def wrong(name: str, allowed: str, fix: str) -> None:
-        given = repr(getattr(best, name))
-        found.append(Problem(where=f"best.{name}", given=given, allowed=allowed, fix=f"px.Best({fix})"))
-
-    if not isinstance(best.metric, str) or not best.metric:  # pyrefly: ignore
-        wrong("metric", "loss, or the name of a metric", '"accuracy", mode="max"')
-    if best.mode not in ("min", "max"):
-        wrong("mode", "min, max", '"accuracy", mode="max"')
-    if best.patience is not None and not is_whole(best.patience, 1):
-        wrong("patience", "a whole number of evaluations, 1 or more, or None", "patience=3")
-    if not is_number(best.min_delta) or best.min_delta < 0:
-        wrong("min_delta", "a number, 0 or more", "min_delta=0.001")
-    return found
+def _builds(given: Any) -> bool:
+    """Return True for a function or class; a module can be called as well, but is already built."""
+    return callable(given) and (isinstance(given, type) or not hasattr(given, "named_parameters"))
 
 
-_KINDS = {
-    "drop_last": FieldKind(types=(bool,), allowed="True or False", fix="drop_last=True"),
-    "batch_tokens": FieldKind(
-        types=(TokenBatch, type(None)),
-        allowed="a px.TokenBatch, which has the lengths of the samples, or None",
-        fix="batch_tokens=px.TokenBatch(8192, lengths)",
-    ),
-    "shuffle": FieldKind(types=(bool, type(None)), allowed="True, False or None", fix="shuffle=True"),
-    "average": FieldKind(
-        types=(Average, type(None)), allowed="a px.Average, or None", fix="average=px.Average(decay=0.999)"
-    ),
-    "best": FieldKind(types=(Best, type(None)), allowed="a px.Best, or None", fix='best=px.Best("loss", patience=3)'),
-    "name": FieldKind(types=(str,), allowed="a text", fix='name="digits"'),
+def _builder(example: str) -> dict[str, Any]:
+    return {"accepts": _builds, "allowed": "a function that builds it when called", "example": example}
+
+
+def _unlike(job: Any) -> str:
+    """Return the field by which steps have unlike numbers of samples, or ""."""
+    return "batch_ramp" if job.batch_ramp else "batch_tokens" if job.batch_tokens is not None else ""
+
+
+_OPTIMIZER = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
+_METRICS = "metrics=lambda output, batch: {'accuracy': px.accuracy(output, batch['label'])}"
+_CUTS = 'tensor_parallel={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'
+
+_BATCH = {"least": 1, "allowed": "samples in one optimizer step: a whole number, 1 or more", "example": "batch=256"}
+_BATCH_TOKENS = {
+    "allowed": "a px.TokenBatch, which has the lengths of the samples, or None",
+    "example": "batch_tokens=px.TokenBatch(8192, lengths)",
 }
+_INITIAL = {
+    "accepts": lambda given: given is None or isinstance(given, Pretrained) or is_path(given),
+    "allowed": "a path, px.Pretrained, or None",
+    "example": 'initial="path/to/folder"',
+}
+
+# fmt: off
+JOB_RULES = (
+    *(Veto(name, lambda job, name=name: getattr(job, name) is not_given and not job.phases, "none",
+           "a function, or phases with losses and optimizers of their own", example)
+      for name, example in (("loss", PLAIN_LOSS), ("optimizer", _OPTIMIZER))),
+    Veto("epochs", lambda job: (job.epochs is None) == (job.steps is None), "epochs={epochs}, steps={steps}",
+         "one of the two", "epochs=5"),
+    Veto("prefetch", lambda job: job.prefetch is not None and job.workers == 0, "{prefetch}",
+         "only together with workers=1 or more", "workers=2, prefetch={prefetch}"),
+    *(Veto(name, lambda job, name=name: getattr(job, name) and job.evaluate is None,
+           lambda job, name=name: shown(getattr(job, name)),
+           "only together with evaluate, which builds the data for it", "evaluate=lambda: dataset")
+      for name in ("metrics", "evaluate_every", "best")),
+    Veto("best.patience", lambda job: job.best and job.best.patience and not job.evaluate_every,
+         lambda job: str(job.best.patience),
+         "only together with evaluate_every: without it there is one evaluation, at the end",
+         lambda job: f"best=px.Best({job.best.metric!r}, patience={job.best.patience}), evaluate_every=100"),
+    Veto("shuffle", lambda job: job.sampler is not None and job.shuffle is not None,
+         "shuffle={shuffle} with a sampler", "None: the sampler says the order", "shuffle=None"),
+    Veto("batch", lambda job: job.batch_ramp and job.batch != max(job.batch_ramp.values()),
+         lambda job: f"batch={job.batch} with a batch_ramp whose largest is {max(job.batch_ramp.values())}",
+         "the largest of batch_ramp as batch: plans, forecasts and evaluation are for it",
+         lambda job: f"batch={max(job.batch_ramp.values())}"),
+    Veto("sampler", lambda job: _unlike(job) and isinstance(job.sampler, Sampler) and job.sampler.by_batch,
+         lambda job: f"a sampler that is called with the batch (px.buckets, by_batch=True), and {_unlike(job)}",
+         "a sampler of (seed, epoch): an epoch may have batches of more than one size",
+         lambda job: f"sampler=None, or {_unlike(job)}=None"),
+    Veto("schedule.warmup_samples", lambda job: _unlike(job) and warms_up_in_samples(job),
+         lambda job: f"a warm-up in samples with {_unlike(job)}",
+         "warmup_steps: steps have unlike numbers of samples", "warmup_steps=100"),
+    Veto("batch_ramp", lambda job: job.batch_tokens is not None and job.batch_ramp is not None,
+         "batch_tokens and a batch_ramp, which counts samples", "one of the two", "batch_ramp=None"),
+    Veto("drop_last", lambda job: job.batch_tokens is not None and job.drop_last, "drop_last=True with batch_tokens",
+         "False: the last step of an epoch has what is left, divided by its own count", "drop_last=False"),
+    *LOSS_RULES,
+    *PHASE_RULES,
+)
+# fmt: on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class Job(SelfChecked, where="job", rules=JOB_RULES):
     """What to train, written for one device.
 
     Attributes:
-        model: builds the ``torch.nn.Module``, on whatever device torch's default is.
+        model: builds the ``torch.nn.Module``, on torch's default device.
         data: builds the training data: a map-style or an iterable dataset.
         loss: ``loss(output, batch)`` gives ``Loss(sum, count)``, or a plain mean over the samples of the batch;
-            ``px.model_loss()`` takes the one that the model computes itself, ``px.Losses`` is of several by name. A
-            parameter ``training`` is true in training, false in evaluation. Left out only beside ``phases``.
-        loss_over: what ``loss`` is called with: ``samples``, some of the batch, whose losses add up; or ``batch``, the
-            outputs and the batch of the whole global batch, for losses that compare samples with each other.
+            ``px.model_loss()`` is the model's own, ``px.Losses`` has several by name. A parameter ``training`` is true
+            in training, false in evaluation. Left out only beside ``phases``.
+        loss_over: the loss is of some ``samples``, and adds up; or of the whole global ``batch``, for losses that
+            compare samples with each other.
         optimizer: ``optimizer(params)`` builds the ``torch.optim.Optimizer`` over exactly these parameters, or gives
-            (optimizer, scheduler) with a scheduler of ``torch.optim.lr_scheduler`` over it, stepped once a step.
-        phases: more than one update in a step, in this order, each a ``px.Phase`` with parameters, loss and optimizer
-            of its own; in place of ``loss`` and ``optimizer``. ``clip`` and ``schedule`` are for each. The first one's
-            loss is the run's: in events, in evaluation and for ``best``.
+            (optimizer, scheduler) with a scheduler of ``torch.optim.lr_scheduler``, stepped once a step.
+        phases: several updates in a step, in order, each a ``px.Phase``; in place of ``loss`` and ``optimizer``.
+            ``clip`` and ``schedule`` are for each. The first one's loss is the run's.
         batch: the **global** batch: samples in one optimizer step, on any number of devices.
-        batch_ramp: optimizer step → the global batch from that step on, such as ``{0: 16, 500: 32, 1000: 64}``: from
-            step 0 on, the largest of them being ``batch``. Each begins in an epoch's order where the one before ended.
-            ``None``: ``batch`` in every step.
-        batch_tokens: ``px.TokenBatch(8192, lengths)``: a step takes samples in the order of the epoch until their
-            lengths come to so many tokens; ``batch`` is then the most samples that one takes.
+        batch_ramp: optimizer step → global batch from it on, such as ``{0: 16, 500: 32}``; the largest is ``batch``.
+        batch_tokens: ``px.TokenBatch(8192, lengths)``: a step takes samples until they have so many tokens, at most
+            ``batch`` samples.
         epochs: passes over the data. Give ``epochs`` or ``steps``.
         steps: optimizer steps.
         seed: of initial values, data order and every other random stream.
-        inputs: ``inputs(batch)`` gives the model's arguments: a tensor, a tuple (positional) or a dict (keyword).
-            Without it: of a dict, the entries that ``forward`` names; of a tuple, the first; else the batch itself.
-        collate: joins a list of samples into a batch; torch's default where not given.
-        transform: ``transform(batch, keys)`` gives the **global** batch of training in place of the collated one,
-            before it is divided: for mixup, CutMix and their like. ``keys`` are its samples' numbers, int64.
+        inputs: ``inputs(batch)`` gives the model's arguments: a tensor, a tuple (positional) or a dict (keyword). By
+            default the entries of a dict that ``forward`` names; the first of a tuple; else the batch itself.
+        collate: joins a list of samples into a batch; torch's by default.
+        transform: ``transform(batch, keys)`` gives the **global** batch of training in place of the collated one, for
+            mixup, CutMix and the like. ``keys`` are its samples' numbers, int64.
         shuffle: by (seed, epoch). ``None``: map-style data are shuffled, streams keep their order.
         sampler: the order of each epoch of map-style data in place of ``shuffle``: ``sampler(seed, epoch)`` gives the
-            indices; ``px.weighted``, ``px.buckets``, or ``px.Sampler(function, repeats=True)``. Without ``steps``, an
-            epoch has as many steps as its indices make.
-        drop_last: whether the last, partial batch of an epoch is dropped.
+            indices; or ``px.weighted``, ``px.buckets``, ``px.Sampler(function, repeats=True)``.
+        drop_last: drop the last, partial batch of an epoch.
         workers: processes a rank that load data; 0 loads in the training process.
-        prefetch: batches each of the ``workers`` loads ahead; 2 where not given.
+        prefetch: batches each of the ``workers`` loads ahead; 2 by default.
         schedule: the factor on the learning rate; a function of the step stands for ``px.Schedule(function=...)``.
         clip: largest global L2 norm of the gradient, or a ``px.Clip``; ``None`` does not clip.
         evaluate: builds the evaluation data (map-style), of which each sample counts exactly once.
         metrics: ``metrics(output, batch)`` gives a dict of name → ``Loss(sum, count)`` or ``px.Metric``.
         evaluate_every: optimizer steps between evaluations; 0: at the end only.
-        best: by which number evaluations are compared: the best one's checkpoint stays, and a run may end early.
+        best: the number that evaluations are compared by: the best one's checkpoint stays, and a run may end early.
         average: ``px.Average``: an average of the weights, kept beside them, with which evaluations are made.
-        unused: what to do about parameters that get no gradient: ``error`` names them and stops, ``allow`` trains on.
-        batch_statistics: what BatchNorm takes mean and variance over in training: each ``micro`` batch by itself, which
-            depends on the plan, or the ``global`` batch, as one device does that computes it in one go.
-        tensor_parallel: how weights are cut under ``tp``, where it shall be otherwise than found: name of a layer or of
-            its weight, ``*`` standing for any text → ``colwise``, ``rowwise``, ``whole``, or a dimension, 0 or 1. The
-            last that fits counts.
-        initial: where the initial values come from, in place of those that ``model`` draws: a folder that
-            ``save_pretrained`` or ``phalanx checkpoint export`` wrote, a safetensors file, or ``px.Pretrained``.
-        callbacks: name of an event (``step``, ``evaluate``, ``checkpoint``, ``end`` and others, as the run folder's log
-            has them) → function that is called with each one, a dict, soon after it happened: in the process that
-            started the run, or in rank 0's where torchrun did. They read, and change nothing; one that raises is told
-            of and then left out.
-        name: of the run; the job file's name where not given.
+        unused: for parameters without a gradient: ``error`` names them and stops, ``allow`` trains on.
+        batch_statistics: BatchNorm's mean and variance in training are of each ``micro`` batch, which depends on the
+            plan, or of the ``global`` batch, as on one device.
+        tensor_parallel: cuts of weights under ``tp`` that replace those found: name of a layer or weight, ``*``
+            standing for any text → ``colwise``, ``rowwise``, ``whole``, or a dimension, 0 or 1. The last match counts.
+        initial: initial values in place of the model's: a folder of ``save_pretrained`` or
+            ``phalanx checkpoint export``, a safetensors file, or ``px.Pretrained``.
+        callbacks: name of an event of the log (``step``, ``evaluate``, ``checkpoint``, ``end``) → a function that gets
+            each event as a dict, in the starting process, or rank 0 under torchrun. One that raises is left out.
+        name: of the run; the job file's name by default.
     """
 
-    model: Callable[[], Any]
-    data: Callable[[], Any]
-    loss: Callable[[Any, Any], Any] = not_given
-    optimizer: Callable[[Any], Any] = not_given
-    phases: Sequence[Phase] = ()
-    batch: int
-    batch_ramp: BatchRamp | None = None
-    batch_tokens: TokenBatch | None = None
-    epochs: int | None = None
-    steps: int | None = None
+    model: Callable[[], Any] = field(metadata=_builder("model=lambda: Net()"))
+    data: Callable[[], Any] = field(metadata=_builder("data=lambda: dataset"))
+    loss: Callable[[Any, Any], Any] = option(not_given, **LOSS)
+    optimizer: Callable[[Any], Any] = field(default=not_given, metadata=_builder(_OPTIMIZER))
+    phases: Sequence[Phase] = option((), "phases=[px.Phase(...), ...]", allowed="a list of px.Phase")
+    batch: int = field(metadata=_BATCH)
+    batch_ramp: BatchRamp | None = option(None, problems=ramp_problems)
+    batch_tokens: TokenBatch | None = option(None, **_BATCH_TOKENS)
+    epochs: int | None = option(None, "epochs=10", least=1)
+    steps: int | None = option(None, "steps=10", least=1)
     loss_over: LossOver = "samples"
-    seed: int = 0
-    inputs: Callable[[Any], Any] | None = None
-    collate: Callable[[list[Any]], Any] | None = None
-    transform: Callable[[Any, Any], Any] | None = None
+    seed: int = option(0, least=0)
+    inputs: Callable[[Any], Any] | None = option(None, "inputs=lambda batch: batch['image']")
+    collate: Callable[[list[Any]], Any] | None = option(None, "collate=torch.utils.data.default_collate")
+    transform: Callable[[Any, Any], Any] | None = option(None, "transform=lambda batch, keys: mixup(batch)")
     shuffle: bool | None = None
-    sampler: Sampler | Callable[[int, int], Any] | None = None
+    sampler: Sampler | Callable[[int, int], Any] | None = option(None, problems=sampler_problems)
     drop_last: bool = False
-    workers: int = 0
-    prefetch: int | None = None
-    schedule: Schedule | Callable[[int], Any] = field(default_factory=Schedule)
-    clip: float | Clip | None = None
-    evaluate: Callable[[], Any] | None = None
-    metrics: Callable[[Any, Any], dict[str, Any]] | None = None
-    evaluate_every: int = 0
-    best: Best | None = None
-    average: Average | None = None
+    workers: int = option(0, least=0)
+    prefetch: int | None = option(None, "workers=2, prefetch=2", least=1)
+    schedule: Schedule | Callable[[int], Any] = field(
+        default_factory=Schedule, metadata={"problems": schedule_problems}
+    )
+    clip: float | Clip | None = option(None, "clip=1.0", above=0)
+    evaluate: Callable[[], Any] | None = option(None, "evaluate=lambda: dataset")
+    metrics: Callable[[Any, Any], dict[str, Any]] | None = option(None, _METRICS)
+    evaluate_every: int = option(0, least=0)
+    best: Best | None = option(None, 'best=px.Best("loss", patience=3)')
+    average: Average | None = option(None, "average=px.Average(decay=0.999)")
     unused: Unused = "error"
     batch_statistics: Statistics = "micro"
-    tensor_parallel: Mapping[str, Cutting] = field(default_factory=dict[str, Cutting])
-    initial: str | Path | Pretrained | None = None
-    callbacks: Mapping[str, Callable[[dict[str, Any]], object]] = field(
-        default_factory=dict[str, Callable[[dict[str, Any]], object]]
+    tensor_parallel: Mapping[str, Cutting] = field(
+        default_factory=dict[str, Cutting],
+        metadata={"allowed": "names of layers → 'colwise', 'rowwise', 'whole', 0, 1", "example": _CUTS},
     )
-    name: str = "job"
+    initial: str | Path | Pretrained | None = option(None, **_INITIAL)
+    callbacks: Mapping[str, Callable[[dict[str, Any]], object]] = field(
+        default_factory=dict[str, Callable[[dict[str, Any]], object]],
+        metadata={"allowed": "names of events → functions", "example": 'callbacks={"evaluate": print}'},
+    )
+    name: str = option("job", 'name="digits"')
 
     @property
     def lr_schedule(self) -> Schedule:
-        """``schedule``, also where that is given as a function."""
+        """``schedule`` as a ``px.Schedule``."""
         return Schedule.of(self.schedule)
 
     @property
     def clipping(self) -> Clip | None:
-        """``clip``, also where that is given as a number."""
+        """``clip`` as a ``px.Clip``."""
         return Clip.of(self.clip)
 
-    def __post_init__(self) -> None:
-        problems = _problems(self) + sampler_problems(self.sampler) + beside_sampler(self.sampler, self.shuffle)
-        problems += ramp_problems(self) + token_problems(self)
-        problems += phase_problems(self.phases, self.loss, self.optimizer, self.loss_over)
-        if problems:
-            raise SpecError(problems)
+    def settle(self) -> None:
+        """Pass ``training`` to the loss if it has a parameter of that name."""
         object.__setattr__(self, "loss", told_of_training(self.loss))
 
-
-_CHOICES = {"unused": get_args(Unused), "loss_over": get_args(LossOver), "batch_statistics": get_args(Statistics)}
-
-
-def _problems(job: Job) -> list[Problem]:
-    found = loss_problems(job.loss, job.loss_over)
-
-    def wrong(name: str, allowed: str, fix: str) -> None:
-        found.append(Problem(where=f"job.{name}", given=_shown(getattr(job, name)), allowed=allowed, fix=fix))
-
-    found += _function_problems(job)
-    if not is_whole(job.batch, 1):
-        wrong("batch", "samples in one optimizer step: a whole number, 1 or more", "batch=256")
-    for name in ("epochs", "steps"):
-        if getattr(job, name) is not None and not is_whole(getattr(job, name), 1):
-            wrong(name, "a whole number, 1 or more", f"{name}=10")
-    if (job.epochs is None) == (job.steps is None):
-        given = f"epochs={job.epochs}, steps={job.steps}"
-        found.append(Problem(where="job.epochs", given=given, allowed="one of the two", fix="epochs=5"))
-    for name, least in (("seed", 0), ("workers", 0), ("evaluate_every", 0)):
-        if not is_whole(getattr(job, name), least):
-            wrong(name, f"a whole number, {least} or more", f"{name}={max(least, 2)}")
-    if job.prefetch is not None and not is_whole(job.prefetch, 1):
-        wrong("prefetch", "a whole number, 1 or more, or None", "workers=2, prefetch=2")
-    elif job.prefetch is not None and job.workers == 0:
-        wrong("prefetch", "only together with workers=1 or more", f"workers=2, prefetch={job.prefetch}")
-    if not (job.clip is None or isinstance(job.clip, Clip) or (is_number(job.clip) and job.clip > 0)):
-        wrong("clip", "a number above 0, a px.Clip, or None", "clip=1.0")
-    for name, choices in _CHOICES.items():
-        if getattr(job, name) not in choices:
-            wrong(name, ", ".join(choices), f'{name}="{choices[-1]}"')
-    cuts: Any = job.tensor_parallel
-    if not hasattr(cuts, "items") or any(type(name) is not str or how not in _CUTTINGS for name, how in cuts.items()):
-        allowed = "names of layers → " + ", ".join(map(repr, _CUTTINGS))
-        wrong("tensor_parallel", allowed, 'tensor_parallel={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}')
-    if (initial := job.initial) is not None and not _reads_initial(initial):
-        wrong("initial", "a path, px.Pretrained, or None", 'initial="path/to/folder"')
-    called: Any = job.callbacks
-    if not hasattr(called, "items") or not all(type(name) is str and callable(what) for name, what in called.items()):
-        wrong("callbacks", "names of events → functions", 'callbacks={"evaluate": print}')
-    if job.phases and job.average is not None:
-        wrong("average", "None beside phases: their updates come at different times", "average=None")
-    return (
-        found
-        + _schedule_problems(job)
-        + _evaluation_problems(job)
-        + misfits("job", {name: getattr(job, name) for name in _KINDS}, _KINDS)
-    )
-
-
-def _shown(given: Any) -> str:
-    """``given`` in one short line: a list of samples, or a model with its layers, is told of by its kind."""
-    if hasattr(given, "named_parameters"):
-        return f"a model, a {type(given).__name__}"
-    whole = repr(given)
-    return whole if len(whole) <= _LONG and "\n" not in whole else f"an object of type {type(given).__name__}"
-
-
-_LONG = 80  # characters
-
-
-def _function_problems(job: Job) -> list[Problem]:
-    found: list[Problem] = []
-
-    def wrong(name: str, allowed: str, fix: str, given: str = "") -> None:
-        given = given or _shown(getattr(job, name))
-        found.append(Problem(where=f"job.{name}", given=given, allowed=allowed, fix=fix))
-
-    functions = {
-        "model": "model=lambda: Net()",
-        "data": "data=lambda: dataset",
-        "optimizer": "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
-        "loss": "loss=lambda output, batch: px.cross_entropy(output, batch['label'])",
-    }
-    for name, fix in functions.items():
-        value = getattr(job, name)
-        if value is not_given and not job.phases:
-            wrong(name, "a function, or phases with losses and optimizers of their own", fix, "none")
-        elif name != "loss" and not (  # of losses there are more kinds; a module can be called as well
-            callable(value) and (isinstance(value, type) or not hasattr(value, "named_parameters"))
-        ):
-            wrong(name, "a function that builds it when called", fix)
-    functions = {
-        "inputs": "inputs=lambda batch: batch['image']",
-        "collate": "collate=torch.utils.data.default_collate",
-        "transform": "transform=lambda batch, keys: mixup(batch)",
-        "evaluate": "evaluate=lambda: dataset",
-        "metrics": "metrics=lambda output, batch: {'accuracy': px.accuracy(output, batch['label'])}",
-    }
-    for name, fix in functions.items():
-        if getattr(job, name) is not None and not callable(getattr(job, name)):
-            wrong(name, "a function, or None", fix)
-    return found
-
-
-def _schedule_problems(job: Job) -> list[Problem]:
-    given: Any = job.schedule
-    if isinstance(given, Schedule):
-        return []
-    if not callable(given):
-        allowed, fix = "a px.Schedule, or a function of the step", 'schedule=px.Schedule(decay="cosine")'
-        return [Problem(where="job.schedule", given=repr(given), allowed=allowed, fix=fix)]
-    try:
-        Schedule.of(given)
-    except SpecError as error:
-        return list(error.problems)
-    return []
-
-
-def _evaluation_problems(job: Job) -> list[Problem]:
-    found: list[Problem] = []
-    if job.evaluate is None:
-        allowed, fix = "only together with evaluate, which builds the data for it", "evaluate=lambda: dataset"
-        found += [
-            Problem(where=f"job.{name}", given=repr(value), allowed=allowed, fix=fix)
-            for name in ("metrics", "evaluate_every", "best")
-            if (value := getattr(job, name))
-        ]
-    best: Any = job.best
-    if isinstance(best, Best) and best.patience and not job.evaluate_every:
-        fix = f"best=px.Best({best.metric!r}, patience={best.patience}), evaluate_every=100"
-        allowed = "only together with evaluate_every: without it there is one evaluation, at the end"
-        found.append(Problem(where="best.patience", given=repr(best.patience), allowed=allowed, fix=fix))
-    return found
-
-
-def _reads_initial(given: Any) -> bool:
-    if isinstance(given, Pretrained):
-        path: Any = given.path
-        lists: tuple[Any, ...] = (given.missing, given.unused)
-        return (
-            isinstance(path, str | Path)
-            and _reads_initial(path)
-            and all(isinstance(names, tuple | list) and all(isinstance(name, str) for name in names) for names in lists)
-        )
-    return isinstance(given, str | Path) and bool(str(given))
+    def given(self, name: str) -> str:
+        """Return a field in words."""
+        return "px.model_loss itself" if is_model_loss(getattr(self, name)) else shown(getattr(self, name))

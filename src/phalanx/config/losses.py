@@ -1,7 +1,4 @@
-"""What a job's loss gives back, and whose it is: a function's, or the model's own; one term, or several by name.
-
-Beside it a metric of an evaluation, which is computed once of all samples.
-"""
+"""The losses of a job: a function's or the model's own, one term or several by name; and metrics of an evaluation."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
-from phalanx.config.fields import is_number, plan_problem
+from phalanx.config.fields import SelfChecked, Veto, is_number, option, plan_problem, shown
 from phalanx.config.plan import Plan
-from phalanx.errors import LossError, Problem, SpecError
+from phalanx.errors import LossError, Problem
 
 EXAMPLE = 'px.Losses(losses, weights={"tokens": 1.0, "balance": 0.01})'
 COUNTS = 'px.Losses(..., counts=lambda batch: {"tokens": (batch["labels"] != -100).sum()})'
@@ -26,12 +23,11 @@ IGNORED = -100
 class Loss(NamedTuple):
     """A loss as a sum and a count, so that any split of a batch adds up to the same number.
 
-    A mean cannot be added up: the mean over 3 tokens and the mean over 5 are not the mean over 8. Sums and
-    counts can: Phalanx adds both over micro-batches and ranks and divides once.
+    Means cannot be added up; sums and counts can. Phalanx adds both over micro-batches and ranks and divides once.
 
     Attributes:
-        sum: scalar tensor, the loss summed over what is counted (tokens, samples, pixels). Backward runs on it.
-        count: how many were summed: a number or a scalar tensor. May differ per micro-batch and may be 0.
+        sum: scalar tensor, the loss summed over tokens, samples or pixels. Backward runs on it.
+        count: terms of the sum: a number or a scalar tensor. May differ per micro-batch and may be 0.
     """
 
     sum: Any
@@ -43,59 +39,71 @@ class ModelLoss(ABC):
     """A loss that the model computes itself; ``px.model_loss`` makes it.
 
     Attributes:
-        count: ``count(batch)`` gives the tokens or samples that the mean is over; ``None``: known by the model's class.
+        count: ``count(batch)`` gives the tokens or samples of the mean; ``None``: known by the model's class.
     """
 
     count: Callable[[Any], Any] | None = None
 
     @abstractmethod
     def __call__(self, output: Any, batch: Any) -> Loss:
-        """The model's own mean, times what it is a mean over, of what the model gave for ``batch``."""
+        """Return the model's own mean for ``batch``, times the count that it is over."""
 
 
 class NamedLosses(NamedTuple):
-    """What ``Losses`` gives for one micro-batch: name → a sum and a count, or a mean, and what each weighs."""
+    """The result of ``Losses`` for one micro-batch: name → a sum and a count, or a mean; and the weights."""
 
     losses: Mapping[str, Any]
     weights: Mapping[str, float]
 
 
+def _is_weights(given: Any) -> bool:
+    names = dict(given) if hasattr(given, "items") else {}
+    named = all(isinstance(name, str) and name not in ("", "loss") for name in names)
+    return bool(names) and named and all(map(is_number, names.values()))
+
+
 @dataclass(frozen=True, slots=True)
-class Losses:
-    """A ``Job.loss`` of several terms: what is trained on is the sum of each one's weight times its own mean.
+class Losses(SelfChecked, where="losses"):
+    """A ``Job.loss`` of several terms: the sum of each term's weight times its mean over the global batch.
 
-    The mean of each is over the global batch: its sum over its count there, however the batch is split. Each stands in
-    step events and in evaluations by its name, without its weight; ``loss`` is the weighted total. The first one's
-    count is the step's.
-
-    Where the counts of two names differ, and a plan splits the batch, they have to be known before backward:
-    ``counts`` gives them.
+    Step events and evaluations have each term by its name, without its weight; ``loss`` is the weighted total. The
+    count of the first term is the step's. If the counts of two terms differ and a plan splits the batch, ``counts``
+    must give them before backward.
 
     Attributes:
         function: ``function(output, batch)``, or with ``training`` as ``Job.loss``, gives a dict of name →
             ``Loss(sum, count)``, or a plain mean over the samples, with exactly the names of ``weights``.
-        weights: name → what its mean is multiplied by in the total, in the order in which losses are logged.
-        counts: ``counts(batch)`` gives a dict of name → the count that its ``Loss`` will have, a number or a scalar
-            tensor; a name that is not there counts the samples of the batch.
+        weights: name → factor of its mean in the total, in the order in which losses are logged.
+        counts: ``counts(batch)`` gives a dict of name → the count that its ``Loss`` will have; by default the samples.
 
     Raises:
-        SpecError: a field is of another kind.
+        SpecError: with every field that is wrong.
     """
 
-    function: Callable[[Any, Any], Mapping[str, Any]]
-    weights: Mapping[str, float]
-    counts: Callable[[Any], Mapping[str, Any]] | None = None
+    function: Callable[[Any, Any], Mapping[str, Any]] = field(metadata={"example": EXAMPLE})
+    weights: Mapping[str, float] = field(
+        metadata={
+            "accepts": _is_weights,
+            "allowed": "names → finite numbers, one at least; loss is the name of their total",
+            "example": EXAMPLE,
+        }
+    )
+    counts: Callable[[Any], Mapping[str, Any]] | None = option(None, COUNTS)
+
+    def settle(self) -> None:
+        """Pass ``training`` to the function if it has a parameter of that name."""
+        object.__setattr__(self, "function", told_of_training(self.function))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the losses, in order."""
+        """Names of the losses, in order."""
         return tuple(self.weights)
 
     def __call__(self, output: Any, batch: Any, **flags: bool) -> NamedLosses:
         """Return the losses of one micro-batch.
 
         Raises:
-            LossError: other names than those of ``weights`` are there.
+            LossError: the names are not those of ``weights``.
         """
         found = self.function(output, batch, **flags)
         if not isinstance(found, Mapping) or set(found) != set(self.weights):
@@ -105,7 +113,7 @@ class Losses:
         return NamedLosses({name: found[name] for name in self.weights}, self.weights)
 
     def counted(self, batch: Any, samples: int) -> list[float]:
-        """The counts of a micro-batch by ``counts``, in the order of the names.
+        """Return the counts of a micro-batch by ``counts``, in the order of the names.
 
         Raises:
             LossError: ``counts`` gives no dict, or names that are none of the losses.
@@ -118,13 +126,8 @@ class Losses:
         return [float(found.get(name, samples)) for name in self.weights]
 
     def total(self, means: Mapping[str, float]) -> float:
-        """The weighted total of each one's mean."""
+        """Return the weighted total of the means."""
         return math.fsum(weight * means[name] for name, weight in self.weights.items())
-
-    def __post_init__(self) -> None:
-        if problems := _problems(self):
-            raise SpecError(problems)
-        object.__setattr__(self, "function", told_of_training(self.function))
 
 
 class FlaggedLoss(partial[Any]):
@@ -132,7 +135,7 @@ class FlaggedLoss(partial[Any]):
 
 
 def told_of_training(loss: Any) -> Any:
-    """Return ``loss``, which is told that it is called in training where it has a parameter of that name."""
+    """Return ``loss`` with ``training=True`` if it has a parameter of that name."""
     try:
         takes = "training" in signature(loss).parameters and "training" not in getattr(loss, "keywords", {})
     except (TypeError, ValueError):  # of what is no function, or one of C
@@ -141,38 +144,43 @@ def told_of_training(loss: Any) -> Any:
 
 
 def in_evaluation(loss: Any) -> dict[str, bool]:
-    """Return what else ``loss`` is called with in an evaluation."""
+    """Return the further arguments of ``loss`` in an evaluation."""
     return {"training": False} if isinstance(getattr(loss, "function", loss), FlaggedLoss) else {}
 
 
 def names_of(loss: Any) -> tuple[str, ...]:
-    """The names of the losses that ``Job.loss`` gives; none where it gives a single one."""
+    """Return the names of the losses of ``Job.loss``; none for a single loss."""
     return loss.names if isinstance(loss, Losses) else ()
 
 
-def loss_problems(loss: Any, loss_over: Any) -> list[Problem]:
-    """What is wrong with ``job.loss``, a function, several losses or the model's own."""
+def is_model_loss(loss: Any) -> bool:
+    """Return True if ``loss`` is ``px.model_loss`` itself, which must be called to give a loss."""
     name, module = getattr(loss, "__name__", ""), str(getattr(loss, "__module__", ""))
-    itself = name == "model_loss" and module.startswith("phalanx.")  # which has to be called to give a loss
-    if itself or isinstance(loss, str):
-        given = "px.model_loss itself" if itself else repr(loss)
-        allowed = "px.model_loss(), called, for the model's own; or a function of the output and the batch"
-        return [Problem(where="job.loss", given=given, allowed=allowed, fix="loss=px.model_loss()")]
-    if not callable(loss):
-        fix = "loss=lambda output, batch: px.cross_entropy(output, batch['label'])"
-        return [Problem(where="job.loss", given=repr(loss), allowed="a function that builds it when called", fix=fix)]
-    if isinstance(loss, ModelLoss) and loss_over == "batch":
-        given = 'loss_over="batch" with px.model_loss(): the model computes it, of one micro-batch at a time'
-        allowed = "a function of the outputs of the whole batch"
-        return [Problem(where="job.loss", given=given, allowed=allowed, fix='loss_over="samples"')]
-    if isinstance(loss, Losses) and loss.counts is not None and loss_over == "batch":
-        given = 'px.Losses(counts=...) with loss_over="batch": losses of the whole batch have their counts at hand'
-        return [Problem(where="job.loss", given=given, allowed="px.Losses without counts", fix=EXAMPLE)]
-    return []
+    return name == "model_loss" and module.startswith("phalanx.")
+
+
+PLAIN_LOSS = "loss=lambda output, batch: px.cross_entropy(output, batch['label'])"
+LOSS = {
+    "accepts": lambda given: callable(given) and not is_model_loss(given),
+    "allowed": "a function of the output and the batch; or px.model_loss(), called, for the model's own",
+    "example": lambda given: "loss=px.model_loss()" if isinstance(given, str) or is_model_loss(given) else PLAIN_LOSS,
+}
+"""Metadata of ``Job.loss``."""
+
+# fmt: off
+LOSS_RULES = (
+    Veto("loss", lambda job: isinstance(job.loss, ModelLoss) and job.loss_over == "batch",
+         'loss_over="batch" with px.model_loss(), which the model computes for each micro-batch',
+         "a function of the outputs of the whole batch", 'loss_over="samples"'),
+    Veto("loss", lambda job: isinstance(job.loss, Losses) and job.loss.counts and job.loss_over == "batch",
+         'px.Losses(counts=...) with loss_over="batch": counts are at hand', "px.Losses without counts", EXAMPLE),
+)
+# fmt: on
+"""Rules of a job about its loss."""
 
 
 def counts_problems(loss: Any, plan: Plan) -> list[Problem]:
-    """Plans under which nobody adds up over the global batch what ``counts`` tells of a batch."""
+    """Return the problem of a plan under which no rank sums ``counts`` over the global batch."""
     if not isinstance(loss, Losses) or loss.counts is None or not (plan.server or plan.sync != "each"):
         return []
     if plan.server:
@@ -180,26 +188,6 @@ def counts_problems(loss: Any, plan: Plan) -> list[Problem]:
         return [plan_problem("server", given, "plans without servers, or losses of one count", f"dp={plan.dp}")]
     given = f"sync={plan.sync} for px.Losses(counts=...): replicas step by themselves, each with counts of its own"
     return [plan_problem("sync", given, "sync=each, or losses of one count", "sync=each")]
-
-
-def _problems(losses: Losses) -> list[Problem]:
-    found: list[Problem] = []
-
-    def wrong(name: str, allowed: str, fix: str) -> None:
-        given = repr(getattr(losses, name))
-        found.append(Problem(where=f"losses.{name}", given=given, allowed=allowed, fix=fix))
-
-    if not callable(losses.function):
-        wrong("function", "a function of the output and the batch", EXAMPLE)
-    given: Any = losses.weights
-    weights: dict[Any, Any] = dict(given) if hasattr(given, "items") else {}
-    if not weights or not all(isinstance(name, str) and name and name != "loss" for name in weights):
-        wrong("weights", "names → numbers, one at least; none is called loss, as their total is", EXAMPLE)
-    elif not all(is_number(weight) and math.isfinite(weight) for weight in weights.values()):
-        wrong("weights", "finite numbers", EXAMPLE)
-    if losses.counts is not None and not callable(losses.counts):
-        wrong("counts", "a function of the batch, or None", COUNTS)
-    return found
 
 
 def _gave(found: Any) -> str:
@@ -211,44 +199,35 @@ def _listed(names: Any) -> str:
     return ", ".join(map(str, names)) or "none"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Metric:
-    """What ``job.metrics`` gives for a metric that is no ratio of sums, such as F1, perplexity or AUC.
+# fmt: off
+_METRIC_RULES = (
+    Veto("rows", lambda one: {*one.sums} & {*one.rows}, lambda one: ", ".join(sorted({*one.sums} & {*one.rows})),
+         "names that sums does not have", ""),
+    Veto("sums", lambda one: not (one.sums or one.rows), "neither sums nor rows", "names → tensors", ""),
+)
+# fmt: on
+_METRIC = "px.Metric(sums={{'right': right, 'all': count}}, compute=lambda right, all: right / all)"
 
-    Each call gives what is known of some of the samples; ``compute`` is called once in an evaluation, with all of it.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric(SelfChecked, where="metric", call=_METRIC, rules=_METRIC_RULES):
+    """A metric that is no ratio of sums, such as F1, perplexity or AUC, for ``job.metrics``.
+
+    Each call gives the sums and rows of some samples; ``compute`` is called once in an evaluation, with all of them.
 
     Attributes:
         compute: ``compute(name=tensor, ...)`` with a tensor on the host for each name of ``sums`` and ``rows`` gives
-            the metric: a number, or a dict of name → number, which are logged as ``metric.name``.
-        sums: name → a tensor that is added up over all samples: counts of right and wrong answers, a confusion matrix.
-            ``compute`` gets whole numbers as int64, others as float64.
-        rows: name → a tensor of at least one dimension, of which all are joined along the first, in the order of the
-            evaluation data: scores and labels. They are held on the host until the evaluation ends.
-
-    Raises:
-        SpecError: if ``compute`` is no function, or there is nothing to compute from, or a name is in both.
+            a number, or a dict of name → number, logged as ``metric.name``.
+        sums: name → a tensor that is added up over all samples, such as a confusion matrix. ``compute`` gets whole
+            numbers as int64, others as float64.
+        rows: name → a tensor of at least one dimension, joined along the first in the order of the evaluation data,
+            such as scores and labels. They are held on the host until the evaluation ends.
     """
 
     compute: Callable[..., Any]
-    sums: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    rows: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sums: Mapping[str, Any] = field(default_factory=dict[str, Any], metadata={"allowed": "names → tensors"})
+    rows: Mapping[str, Any] = field(default_factory=dict[str, Any], metadata={"allowed": "names → tensors"})
 
-    def __post_init__(self) -> None:
-        problems: list[Problem] = []
-
-        def wrong(name: str, given: Any, allowed: str) -> None:
-            fix = "px.Metric(sums={'right': right, 'all': count}, compute=lambda right, all: right / all)"
-            problems.append(Problem(where=f"metric.{name}", given=str(given), allowed=allowed, fix=fix))
-
-        if not callable(self.compute):
-            wrong("compute", repr(self.compute), "a function of what was added up and collected")
-        for name in ("sums", "rows"):
-            given: Any = getattr(self, name)
-            if not hasattr(given, "items") or not all(type(key) is str for key in given):
-                wrong(name, type(given).__name__, "a dict of name → tensor")
-        if not problems and (both := sorted({*self.sums} & {*self.rows})):
-            wrong("rows", ", ".join(both), "names that sums does not have")
-        if not problems and not (self.sums or self.rows):
-            wrong("sums", "neither sums nor rows", "a dict of name → tensor, or rows")
-        if problems:
-            raise SpecError(problems)
+    def given(self, name: str) -> str:
+        """Return the type of sums and rows, which are too long to print."""
+        return shown(self.compute) if name == "compute" else type(getattr(self, name)).__name__

@@ -19,7 +19,7 @@ _ALLOWED = {bool: "true or false", int: "a whole number", float: "a number", str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredParam:
-    """A declared value: what it is in this run, and what it is where nothing overrides it."""
+    """A declared value: its value in this run, and its default."""
 
     name: str
     value: Value
@@ -28,18 +28,18 @@ class DeclaredParam:
 
 @dataclass(kw_only=True, slots=True)
 class ParamOverrides:
-    """What is overridden while a job is built, and what that job has declared so far."""
+    """The overridden values while a job is built, and the values declared so far."""
 
     given: Mapping[str, Value]
     declared: dict[str, DeclaredParam] = field(default_factory=dict[str, DeclaredParam])
-    texts: bool = False  # whether the values are texts of a command line
+    texts: bool = False  # the values are texts of a command line
 
     def value(self, name: str, default: Value) -> Value:
-        """The value of ``name``, in the type of its default."""
+        """Return the value of ``name`` in the type of its default."""
         return _typed(name, self.given[name], default, self.texts) if name in self.given else default
 
     def check(self) -> None:
-        """Raise a ``SpecError`` if something is overridden that nothing has declared."""
+        """Raise a ``SpecError`` if a name is overridden but not declared."""
         for name in self.given:
             if name not in self.declared:
                 near = difflib.get_close_matches(name, self.declared, n=1, cutoff=0.4)
@@ -53,17 +53,13 @@ _active: ContextVar[ParamOverrides | None] = ContextVar("phalanx_params", defaul
 
 
 def param(name: str, default: T) -> T:
-    """A value of the job that the command line may override: ``lr = px.param("lr", 3e-4)``, then ``--set lr=1e-3``.
+    """Return a value that the command line may override: ``lr = px.param("lr", 3e-4)``, then ``--set lr=1e-3``.
 
-    Call it inside ``job()``, or at the top level of the job's file; not in a function that the job is given, such as
-    its optimizer, which is called later, by workers.
-
-    Args:
-        name: by which it is overridden; a Python name.
-        default: its value where nothing overrides it; what overrides it has the same type.
+    Call it inside ``job()``, or at the top level of the job's file; not in a function of the job, such as its
+    optimizer, which workers call later. An override has the type of the default.
 
     Raises:
-        SpecError: if the name, the default or what overrides it cannot be used, or it has been declared otherwise.
+        SpecError: if the name, the default or the override cannot be used, or the name was declared otherwise.
     """
     if not (isinstance(name, str) and name.isidentifier()):
         raise SpecError.of("px.param", repr(name), "a Python name", 'px.param("lr", 3e-4)')
@@ -83,10 +79,10 @@ def param(name: str, default: T) -> T:
 
 @contextmanager
 def params(**values: Value) -> Generator[None]:
-    """Override what a job declares, while it is built: ``with px.params(lr=1e-3): mine = job()``.
+    """Override values of a job while it is built: ``with px.params(lr=1e-3): mine = job()``.
 
     Raises:
-        SpecError: at the end of the block, if nothing in it declared one of the names.
+        SpecError: at the end of the block, if one of the names was not declared.
     """
     with overriding(ParamOverrides(given=values)):
         yield
@@ -94,7 +90,7 @@ def params(**values: Value) -> Generator[None]:
 
 @contextmanager
 def overriding(overrides: ParamOverrides) -> Generator[None]:
-    """Use ``overrides`` for the block, and at its end see that each was read."""
+    """Use ``overrides`` for the block, and check at its end that each name was declared."""
     token = _active.set(overrides)
     try:
         yield

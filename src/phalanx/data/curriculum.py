@@ -7,10 +7,9 @@ from typing import Any, final
 
 from torch.utils.data import IterableDataset
 
-from phalanx.config.batch_ramp import batches
+from phalanx.config.batching import Sampler, batches
 from phalanx.config.fields import held_in, steps_misfit
 from phalanx.config.job import Job
-from phalanx.config.own_sampler import Sampler
 from phalanx.data.changing_batches import ChangingBatchSampler, Stretch
 from phalanx.data.dataset_facts import MapStyle
 from phalanx.data.own_orders import EpochOrders, order_digest

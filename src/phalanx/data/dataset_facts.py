@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from phalanx.config.own_sampler import Sampler
+from phalanx.config.batching import Sampler
 from phalanx.errors import SpecError
 
 if TYPE_CHECKING:

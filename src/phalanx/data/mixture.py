@@ -8,8 +8,8 @@ from typing import Any, final
 
 import numpy as np
 
+from phalanx.config.batching import Sampler
 from phalanx.config.fields import is_number, is_whole
-from phalanx.config.own_sampler import Sampler
 from phalanx.config.sync import split_by_weight
 from phalanx.data.dataset_facts import MapStyle, draws
 from phalanx.data.part_index import PartIndex

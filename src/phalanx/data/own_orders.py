@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from phalanx.config.batching import Sampler
 from phalanx.config.fields import is_whole
 from phalanx.config.job import Job
-from phalanx.config.own_sampler import Sampler
 from phalanx.data.sampler import EpochSeeds, seeded
 from phalanx.errors import Problem, SpecError
 

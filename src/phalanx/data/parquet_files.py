@@ -11,8 +11,8 @@ from typing import Any, final
 
 import numpy as np
 
+from phalanx.config.batching import Sampler
 from phalanx.config.fields import is_whole
-from phalanx.config.own_sampler import Sampler
 from phalanx.data.dataset_facts import MapStyle, digest_of_bytes
 from phalanx.data.file_names import Names, file_paths
 from phalanx.data.part_index import PartIndex

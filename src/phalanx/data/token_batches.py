@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from phalanx.config.batching import TokenBatch
 from phalanx.config.job import Job
-from phalanx.config.token_batch import TokenBatch
 from phalanx.data.own_orders import EpochOrders, numbers_of_samples
 from phalanx.data.sampler import Permutation, each_step, size_problems
 from phalanx.errors import SpecError

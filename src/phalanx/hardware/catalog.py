@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from phalanx.config import Device, Host, Link, Network
-from phalanx.config.device import DTYPES
+from phalanx.config.cluster import DTYPES
 from phalanx.errors import Problem, SpecError
 from phalanx.units import parse_bytes, show_bytes
 

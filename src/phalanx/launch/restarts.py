@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self, final
 
 from phalanx.config import Job, Plan, RunSpec
-from phalanx.config.batch_ramp import smaller_batches
+from phalanx.config.batching import smaller_batches
 from phalanx.config.elastic import plans_of
 from phalanx.config.run_files import CHECKPOINTS, EVENTS
 from phalanx.device_kinds import kind_for

@@ -10,11 +10,10 @@ from torch import nn
 
 from phalanx.comm import Mesh, Place, share_timeout
 from phalanx.config import Job, Plan
-from phalanx.config.averaging import average_problems
-from phalanx.config.batch_ramp import global_batch_problems
-from phalanx.config.clip import clip_problems
+from phalanx.config.batching import global_batch_problems
 from phalanx.config.fields import plan_problem
 from phalanx.config.losses import counts_problems
+from phalanx.config.optimizing import average_problems, clip_problems
 from phalanx.config.plan_rules import stage_problems
 from phalanx.device_kinds import host, kind_for, kind_named, kind_of
 from phalanx.errors import Problem

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.comm import Counterparts, Place, alike, from_every_rank, place_within
 from phalanx.config import Job, Phase, Plan
-from phalanx.config.averaging import never_averaged
+from phalanx.config.optimizing import never_averaged
 from phalanx.config.sync import within
 from phalanx.data import Lane, Loader
 from phalanx.device_kinds import kind_of

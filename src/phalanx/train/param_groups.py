@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 
 from phalanx.config.fields import is_number
-from phalanx.config.name_patterns import fits, fits_nothing, last_that_fits
+from phalanx.config.phases import fits, fits_nothing, last_that_fits
 from phalanx.errors import Problem, SpecError
 
 Patterns = Mapping[str, Mapping[str, Any]]

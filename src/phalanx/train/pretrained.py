@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from phalanx.config.job import Pretrained
-from phalanx.config.name_patterns import fits
+from phalanx.config.phases import fits
 from phalanx.errors import Problem, SpecError
 from phalanx.parallel.deferred_init import StoredValue, fill, recipes, store
 from phalanx.units import show_names

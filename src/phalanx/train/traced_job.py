@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
-from phalanx.config.batch_ramp import smaller_batches
+from phalanx.config.batching import smaller_batches
 from phalanx.data import EpochOrders, Loader, changing_sampler
 from phalanx.errors import Problem, ProfileError
 from phalanx.forecast import Lengths, Work

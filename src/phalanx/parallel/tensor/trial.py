@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.job import Cutting
-from phalanx.config.name_patterns import fits, fits_nothing
+from phalanx.config.phases import fits, fits_nothing
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.layout import TensorShard
 from phalanx.parallel.local_shards import Cut
