@@ -87,7 +87,7 @@ class Device(SelfChecked, where="device", rules=(_NEEDED, _ROOM)):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link(SelfChecked, where="link", rules=(_NEEDED,)):
-    """A connection between devices of one node, or of a device and its host: its bytes and seconds of one hop."""
+    """A connection of devices of one node, or of a device and its host: bytes per second, and seconds of a hop."""
 
     name: str = field(metadata={"example": 'name = "NVLink 4"'})
     bandwidth: float = field(metadata=_RATE)
