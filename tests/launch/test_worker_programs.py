@@ -148,8 +148,8 @@ def test_workers_have_what_their_plan_needs_and_the_launcher_keeps_torch_as_it_i
 import sys
 import torch
 import phalanx as px
-from phalanx.launch import launch, make_ready
-from phalanx.launch.torch_warmup import leave_compiler_out
+from phalanx.launch.local import launch
+from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
 
 known, torch.__version__ = torch.__version__, "2.14.0"
 leave_compiler_out()
