@@ -116,6 +116,8 @@ class RayDriver:
         ray.init(log_to_driver=False)  # before signals are caught: it has a handler of its own
         with self._stop:
             for starts in range(self._spec.restarts + 1):
+                if self._stop.number:
+                    return SAVED
                 codes = self._start(starts)
                 if LOST not in codes.values() or self._stop.number:
                     return self._end(codes)
