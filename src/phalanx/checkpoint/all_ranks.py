@@ -69,7 +69,7 @@ def on_all_ranks(action: Callable[[], T]) -> T:
         CheckpointError: on all ranks if it failed on any, with the messages of the failed ranks.
     """
     outcome = RankOutcome.of(action)
-    if anywhere(outcome.failure is not None):  # what each has to say is sent around only then
+    if anywhere(outcome.failure is not None):  # messages are sent only then
         outcome.settle(failed_of(from_all(outcome.failure)))
     return outcome.result
 

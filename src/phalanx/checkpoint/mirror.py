@@ -125,7 +125,7 @@ class ObjectStore:
             begin(folder, step)
             with self._told("read"):
                 self._copy(f"{source}/{MANIFEST}", here / MANIFEST)
-            with suppress(DamagedError):  # whoever verifies it says so
+            with suppress(DamagedError):  # verification reports it
                 for name in Manifest.read(here).files:
                     with self._told("read"), suppress(FileNotFoundError):
                         self._copy(f"{source}/{name}", here / name)
@@ -274,7 +274,7 @@ class Mirror:
         store: ObjectStore | None = None
         while (path := self._waiting.get()) is not None:
             try:
-                check_writer(path)  # whoever has taken the run folder copies there now
+                check_writer(path)  # another run may have taken the folder, and copy there now
                 store = store or ObjectStore(self._url)
                 store.set_aside(step_of(path) or 0)  # later ones are of a course that this run has given up
                 if copied := store.put(path):

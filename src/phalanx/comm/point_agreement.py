@@ -73,7 +73,7 @@ class PointAgreement:
         self.close()
 
     def _watch(self) -> None:
-        with suppress(RuntimeError):  # the store is gone, and with it whoever serves it: so is the run
+        with suppress(RuntimeError):  # the store is gone with its server: so is the run
             while not self._ends.wait(max(_PERIOD, self._world_size / _LOOKS)):
                 wanted = [] if self._agreed else list(self._wanted())
                 if any(wanted):

@@ -123,7 +123,7 @@ class Ledger:
         try:
             self.close()
         except DataError:
-            if kind is None:  # else what ends the run is the cause, and stands alone
+            if kind is None:  # else the error in the block is the cause, and is raised alone
                 raise
 
     def _unwritten(self, error: OSError) -> DataError:
@@ -234,7 +234,7 @@ def _content(path: Path, *, mapped: bool) -> mmap.mmap | bytes:
 
 def _no_ledger(what: str) -> DataError:
     error = DataError(f"{what}\n    try: phalanx audit RUN with a run folder as training left it")
-    error.exit_code = 2  # what was given is wrong; nothing has run
+    error.exit_code = 2  # an input error, before any run
     return error
 
 

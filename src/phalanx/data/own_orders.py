@@ -17,7 +17,7 @@ from phalanx.config.job import Job
 from phalanx.data.sampler import EpochSeeds, seeded
 from phalanx.errors import Problem, SpecError
 
-_KEPT = 2  # epochs: who reads ahead is in the next one
+_KEPT = 2  # epochs: reading ahead is in the next one
 _BEFORE_SAMPLES = -1  # the place in an epoch's seeds that no sample has
 _POOL = 50  # batches that are sorted by length together
 

@@ -19,7 +19,7 @@ from phalanx.data.own_orders import EpochOrders, numbers_of_samples
 from phalanx.data.sampler import Permutation, each_step, size_problems
 from phalanx.errors import SpecError
 
-_KEPT = 2  # epochs: who reads ahead is in the next one
+_KEPT = 2  # epochs: reading ahead is in the next one
 _FIX = "px.TokenBatch(8192, [len(text) for text in texts])"
 
 
@@ -89,7 +89,7 @@ class TokenBatchSampler:
         ids, ends = self._epoch(0)
         each = np.diff(ends, prepend=0)
         tokens = np.add.reduceat(self._lengths[ids], ends - each)
-        short = tokens[:-1] < self.tokens  # the last has what is left
+        short = tokens[:-1] < self.tokens  # the last has the rest
         found: list[str] = []
         if short.any():
             found.append(

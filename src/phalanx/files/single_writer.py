@@ -30,7 +30,7 @@ NAME = "writer.json"
 
 _LENGTH = 1024  # bytes of the file, spaces at its end: one write changes all of it
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
-_PATIENCE = 10.0  # seconds for what a killed process had started to end; torch's loaders look every 5 s
+_PATIENCE = 10.0  # seconds for children of a killed process to end; torch's loaders look every 5 s
 _SOON = 0.05
 
 
@@ -129,7 +129,7 @@ def is_written(folder: Path) -> bool:
         return False  # nobody has ever taken it
     try:
         if not is_running(_whole(_parse(os.pread(descriptor, _LENGTH, 0)).get("pid"))):
-            return False  # without a lock of our own, which could be in the way of who takes the folder now
+            return False  # without a lock of our own, which could block a process that takes the folder now
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -213,7 +213,7 @@ def _lock(folder: Path, descriptor: int, kind: int = fcntl.LOCK_EX) -> None:
             soon = gone or not owner or (kind == fcntl.LOCK_EX and _only_looked_at(descriptor))
             if not soon or time.monotonic() > until:
                 raise _taken(folder, owner, gone) from None
-            time.sleep(_SOON)  # what it had started is about to end, too; or it is about to say who it is
+            time.sleep(_SOON)  # its children are about to end, too; or its file is about to be written
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 return  # the token alone has to do

@@ -131,7 +131,7 @@ class Sweep:
     step: StepTime  # seconds by part
     memory: MemoryForecast  # bytes by part
     room: Array  # bytes a process can use, on the kind of device that comes nearest to them
-    samples: Array  # in a step, of a rank of ``dp`` on each kind of device; 0 where none lies there: shape (kinds, N)
+    samples: Array  # in a step, of a rank of ``dp`` on each kind of device; 0 if none lies there: shape (kinds, N)
 
     @property
     def fits(self) -> Array:

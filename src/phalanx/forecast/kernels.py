@@ -197,7 +197,7 @@ class Times:
 
     before: Array  # all of the forward
     back: Array  # all of the backward
-    weights: Array  # of it, what yields only weights' gradients
+    weights: Array  # of it, for weights' gradients only
     again: Array  # of it, recomputing
     exchange: Array  # of both, exchanges that stand in their way
     waiting: Array  # of both, the device waits for the host to launch

@@ -54,7 +54,7 @@ class Layouts:
     outer: Array
     server: Array
     staleness: Array
-    compiles: Array  # 1 where blocks are compiled
+    compiles: Array  # 1 if blocks are compiled
     shares: Texts  # texts of uneven shares, as plans have them
     compress: Texts  # texts of how gradients are sent, as plans have them
 
@@ -151,12 +151,12 @@ class Work:
 
     profile: Profile
     batch: int  # samples in one optimizer step of all devices
-    smaller: tuple[int, ...] = ()  # those of other steps, where the batch changes with the step
+    smaller: tuple[int, ...] = ()  # of other steps, if the batch changes with the step
     length: int = 0  # tokens in a sample; 0 for that of the profile
-    lengths: Lengths | None = None  # of samples that were looked at, where they differ and ``length`` is 0
+    lengths: Lengths | None = None  # of sampled data, if they differ and ``length`` is 0
     state: float = 8.0  # bytes of optimizer state for each parameter
     norm: bool = False  # whether ranks tell each other the norm of the gradient
-    optimizer: str = "adamw"  # in lower case, such as ``adamw``, with ``-fused`` where one kernel steps a tensor
+    optimizer: str = "adamw"  # in lower case, such as ``adamw``, with ``-fused`` for the fused kernel
 
     @property
     def unlike(self) -> Lengths | None:

@@ -33,15 +33,15 @@ class MemoryForecast:
 
     parameters: Array  # values, in the precision computed in and in that stepped
     gathered: Array  # sharded parameters that are there whole
-    gradients: Array  # while they are summed; and what compression left out of those before
+    gradients: Array  # while they are summed; with the losses kept by compression
     optimizer: Array  # its state
     activations: Array  # saved for backward, of all micro-batches under way
-    working: Array  # temporaries beyond what is saved
+    working: Array  # temporaries beyond saved tensors
     communication: Array  # buffers of collectives, and gradients on their way
     # 0 or less: these do not all peak at the same time, for activations are gone when the last gradient comes
     apart: Array
-    start: Array  # before the first step, when values are made: the parameters, and what is not cut into shards yet
-    reserve: Array  # what the allocator holds beyond what is allocated
+    start: Array  # before the first step, when values are made: parameters, and tensors not cut yet
+    reserve: Array  # bytes the allocator holds beyond allocated ones
 
     @property
     def stepping(self) -> Array:
@@ -274,7 +274,7 @@ class OnHosts:
     """Bytes in the memory of the host that is fullest relative to its size: shape (N,) each."""
 
     needed: Array  # of all ranks on it
-    room: Array  # that it has; infinite where nobody said
+    room: Array  # that it has; infinite if unknown
 
 
 def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset) -> OnHosts:

@@ -70,7 +70,7 @@ class OperationArrays:
     most: Array  # ranks of ``tp`` that it is divided over at most
     weights: Mask  # yields gradients of parameters only
     wide: Mask  # computed in fp32 under any precision: losses and what they need
-    half: Array  # 0.5 where attention is causal, else 1
+    half: Array  # 0.5 if attention is causal, else 1
     expert: Mask  # it belongs to experts
     dims: tuple[Laws, ...]  # six laws: of products (batch, m, n, k, -, -), of attention as in ``Operation.dims``
     traffic: Laws  # elements moved by a kernel of its own

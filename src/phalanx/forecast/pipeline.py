@@ -24,9 +24,9 @@ from phalanx.placement.step_traffic import weights_held
 class Lanes:
     """Seconds of one micro-batch on the first rank of a pipeline, on those between and on the last: shape (3, N)."""
 
-    forward: Array  # of it, with what the rank sends
+    forward: Array  # of it, with the messages sent
     backward: Array  # likewise
-    weights: Array  # of the backward, what yields weights' gradients only
+    weights: Array  # of the backward, for weights' gradients only
     there: Array  # how many ranks of each kind there are
 
 

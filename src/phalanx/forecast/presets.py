@@ -21,7 +21,7 @@ class Preset:
     # kernels' reads and writes of a score, forward, where they are held; the backward's are as many and half
     scores: float = 5.0
     scores_kept: float = 5.0  # bytes of a score kept for the backward
-    launches: float = 1.0  # host launches an operation takes, against an eager one; 0 where graphs launch them
+    launches: float = 1.0  # host launches an operation takes, against an eager one; 0 if graphs launch them
     overlap: float = 0.0  # share of the data-parallel reduction that can hide behind backward
     overlap_tensor: float = 0.0  # share of tensor parallelism's that can hide behind its products
     # what selective recompute computes again: ``attention``, ``alternate`` blocks, ``cheap`` operations, or these and
@@ -53,14 +53,14 @@ class Preset:
     root_gathered: bool = True
     unscattered: float = 1.0  # gradients of blocks, not scattered yet, that are there at one time
     logits: float = 0.0  # bytes a logit takes at the peak, loss and gradient included; 0 for what the profile says
-    # bytes instead, with ``tp``, where each of its ranks gathers all classes; 0 where they divide them
+    # bytes instead, with ``tp``, where each of its ranks gathers all classes; 0 if they divide them
     logits_whole: float = 0.0
     norms_kept: float = 0.0  # bytes an element that each norm keeps beyond its input and output
     ahead: float = 1.0  # how far zero-bubble schedules run ahead of 1F1B, in its activations
     shards_over_cp: bool = False  # whether ranks of ``cp`` share out what those of ``fsdp`` do
     one_memory: bool = True  # whether what is kept on the host is in the memory that is looked at: on CPUs
     buffered: float = 0.0  # blocks that are there once more, in the buffers that they are gathered in
-    # buckets of whole gradients under way at one time where ``zero`` is 1 or 2; 0 where that is not known
+    # buckets of whole gradients under way at one time where ``zero`` is 1 or 2; 0 if unknown
     buckets: float = 0.0
     # whether buffers of gathering and reducing are there beside all gradients, as the last ones come
     reducing_last: bool = False

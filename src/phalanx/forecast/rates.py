@@ -17,7 +17,7 @@ from phalanx.forecast.operation_arrays import Array, Mask
 
 _PIECE = 2.0**20  # from this size on, freed memory goes back to the kernel: hardware/probe.py
 _CAST = 6.0  # bytes read and written to cast an element
-_MADE = 0.4  # share of its traffic that an operation writes, where nobody measured it
+_MADE = 0.4  # share of its traffic that an operation writes, if not measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

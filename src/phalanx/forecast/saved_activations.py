@@ -214,7 +214,7 @@ class Ranks:
 
     holds: Array  # how many of each part lie there: shape (3, parts, N)
     in_flight: Array  # micro-batches for which each part keeps activations at the peak: shape (3, parts, N)
-    there: Array  # 1 where there is such a rank: shape (3, N)
+    there: Array  # 1 if there is such a rank: shape (3, N)
 
 
 def ranks(profile: Profile, layouts: Layouts, preset: Preset) -> Ranks:

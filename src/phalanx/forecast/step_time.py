@@ -27,11 +27,11 @@ class StepTime:
 
     products: Array  # matrix products and convolutions
     attention: Array  # fused attention
-    memory: Array  # what moves more than it computes
+    memory: Array  # operations that move more than they compute
     recompute: Array  # computing activations again
     launches: Array  # waiting for the host to launch kernels
     exchange: Array  # collectives inside the model (``tp``, ``cp``, ``ep``)
-    pipeline: Array  # waiting for other stages, and for what they send
+    pipeline: Array  # waiting for other stages and their messages
     replicas: Array  # reducing gradients and gathering parameters, as far as computing does not hide it
     update: Array  # the optimizer
     stragglers: Array  # waiting for the slowest of many nodes

@@ -43,7 +43,7 @@ class Interval:
 
     low: float  # seconds
     high: float  # seconds
-    basis: str  # what this rests on, in a sentence
+    basis: str  # the evidence, in a sentence
 
 
 def interval(seconds: Mapping[str, float], device: Device, preset: Preset, plan: Plan) -> Interval:

@@ -44,7 +44,7 @@ def this_machine(kind: DeviceKind | None = None) -> Cluster:
     Figures that cannot be read here are the catalog's: peak and bandwidth of all devices, and all figures of unknown
     GPUs. GPUs of several kinds in one machine are separate groups.
     """
-    nodes = len([*(_ROOT / "sys/devices/system/node").glob("node[0-9]*")])  # none where the system does not say
+    nodes = len([*(_ROOT / "sys/devices/system/node").glob("node[0-9]*")])  # none if the system does not say
     host = Host(name="this machine", cores=cores(), memory=memory_bytes(), numa=max(1, nodes))
     found = network_of(_ROOT)
     network = found or entry("cpu").network(1)

@@ -48,7 +48,7 @@ class TensorShard:
     """
 
     shape: torch.Size  # of the whole
-    placed: tuple[Placed, ...] = ()  # how it is cut, axis by axis; none where the whole is here
+    placed: tuple[Placed, ...] = ()  # how it is cut, axis by axis; none if the whole is here
     counts: bool = True
 
 

@@ -40,7 +40,7 @@ class Averaged:
     seconds: float  # that this rank waited for it
     bytes: int  # that this rank sent
     whole: int  # bytes that those would have been without a codec
-    loss: float | None  # mean over all replicas since the last averaging; None where nothing was counted since
+    loss: float | None  # mean over all replicas since the last averaging; None if the count is 0
 
 
 class LocalSgd(Sync):
@@ -186,9 +186,9 @@ class LocalSgd(Sync):
 class AveragingWeights:
     """The counts that go with an averaging: one replica's before it, all replicas' after it."""
 
-    weight: float  # what losses counted, samples or tokens, since the last averaging
+    weight: float  # counted by losses, samples or tokens, since the last averaging
     loss: float  # sum of the losses since then
-    count: float  # what they counted
+    count: float  # their count
     steps: int  # optimizer steps taken: the same on every replica
     sent: int = 0  # bytes that this rank sent
     whole: int = 0  # bytes that those would have been without a codec

@@ -59,7 +59,7 @@ class Facts:
 
     of: str  # the plan and the parameters that they hold for
     opened: tuple[str, ...] = ()  # names of the blocks that it takes apart itself
-    parts: SplitParts | None = None  # what can be shared out; None where nothing is
+    parts: SplitParts | None = None  # what can be shared out; None if nothing is
 
     @classmethod
     def known(cls, found: Mapping[str, Any] | None, module: nn.Module, plan: Plan) -> Facts | None:

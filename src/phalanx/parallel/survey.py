@@ -28,10 +28,10 @@ class Example:
 
     args: tuple[Any, ...]  # of forward, of one or a few samples, on the host
     kwargs: dict[str, Any]
-    batch: Any  # what the loss is called with beside the output
+    batch: Any  # the second argument of the loss
     loss: Callable[[Any, Any], Any]  # from the output and the batch to the job's loss, of whatever form
     tensor_parallel: Mapping[str, Cutting] = field(default_factory=dict[str, Cutting])  # as the job wishes weights cut
-    facts: Facts | None = None  # what another process has found of the model with it; None where to be looked for
+    facts: Facts | None = None  # what another process has found of the model with it; None if to be looked for
 
 
 def survey(module: nn.Module, plan: Plan, example: Example | None = None) -> tuple[Survey, SplitParts | None]:

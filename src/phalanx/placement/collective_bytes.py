@@ -37,7 +37,7 @@ class Exchange:
     # bytes of the whole: what an all-reduce adds up, an all-gather or a ring ends with on every rank, a reduce-scatter
     # begins with, an all-to-all hands in, a message holds
     size: Number
-    times: Number = 1  # how often; 0 where a plan has none
+    times: Number = 1  # how often; 0 if a plan has none
     ends: bool = False  # whether only the first and the last of these ranks take part
 
 
@@ -52,11 +52,11 @@ class MeshSizes:
     cp: Number = 1
     ep: Number = 1
     zero: Number = 0
-    sequence: Number = 0  # 1 where tokens are cut over ``tp`` between blocks
-    attention: Mapping[str, Number]  # for each way to attend over ``cp``, 1 where it is taken
-    again: Number = 0  # 1 where the backward computes something of blocks again, and so repeats what they exchange
+    sequence: Number = 0  # 1 if tokens are cut over ``tp`` between blocks
+    attention: Mapping[str, Number]  # for each way to attend over ``cp``, 1 if it is taken
+    again: Number = 0  # 1 if the backward computes something of blocks again, and so repeats what they exchange
     micros: Number = 1  # micro-batches of a rank in a step
-    twice: Number = 0  # 1 where each micro-batch runs forward twice, for a loss over the whole batch
+    twice: Number = 0  # 1 if each micro-batch runs forward twice, for a loss over the whole batch
 
     def ranks(self, over: Sequence[str]) -> Number:
         """Return the ranks in one group of an exchange."""

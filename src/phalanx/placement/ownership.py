@@ -128,7 +128,7 @@ class StageSurvey:
     index: int  # from 0
     rank: int  # along pp
     units: tuple[str, ...]  # names of the modules it runs, in order
-    parameters: tuple[str, ...]  # names of what it uses
+    parameters: tuple[str, ...]  # names of the parameters it uses
     elements: int  # of these
     cost: float  # of a forward of the example, in floating-point operations or what takes as long
 

@@ -78,7 +78,7 @@ class PlanForecast:
 
     question: Question  # that was asked
     forecast: Forecast
-    bill: Bill  # of the whole training; of one step where its length is not known
+    bill: Bill  # of the whole training; of one step if its length is unknown
     shortfall: Shortfall | None  # what is missing; ``None`` where it fits
 
     def to_dict(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ PARTS: Mapping[str, str] = {
 class Neighbour:
     """A plan beside the first."""
 
-    change: str  # what is other in it
+    change: str  # the changed keys
     forecast: Forecast
     slower: float  # its step over that of the first, less 1
     why: str

@@ -24,7 +24,7 @@ _DOUBLINGS = 12
 class Change:
     """A change that would make it fit."""
 
-    words: str  # what to change, as it stands on a command line
+    words: str  # the change, as on a command line
     plan: Plan  # that would then fit
     spare: float  # bytes it would leave on the device that needs most
     step: float  # seconds of its step

@@ -27,9 +27,9 @@ _FILE = 'currency = "EUR" and a table [per_hour] of prices by device, such as H1
 class Prices:
     """The price of a device for an hour."""
 
-    each: float | None = None  # of any device; ``None`` where prices go by device, or nobody says
+    each: float | None = None  # of any device; ``None`` if prices go by device, or unknown
     by_device: Mapping[str, float] = field(default_factory=dict[str, float])  # by its name
-    currency: str = ""  # they are in; empty where not said
+    currency: str = ""  # they are in; empty if unknown
 
     @property
     def stated(self) -> bool:
@@ -60,9 +60,9 @@ class Bill:
 
     seconds: float
     device_hours: float
-    # kWh that the devices draw at most; ``None`` where their power is not known. Hosts are not in it.
+    # kWh that the devices draw at most; ``None`` if unknown. Hosts are not in it.
     energy: float | None
-    money: float | None  # price; ``None`` where not known
+    money: float | None  # price; ``None`` if unknown
     currency: str  # of ``money``
 
     @property
@@ -138,11 +138,11 @@ def _from_file(path: Path) -> Prices:
 class Question:
     """A work and a cluster for it."""
 
-    work: Work  # what is done in each step
-    cluster: Cluster  # what there is
+    work: Work  # the work of each step
+    cluster: Cluster  # the devices
     precision: Precision  # that plans compute in
-    steps: int = 0  # optimizer steps of the whole training; 0 where nobody knows
-    prices: Prices = field(default_factory=Prices)  # what devices cost; none where nobody says
+    steps: int = 0  # optimizer steps of the whole training; 0 if unknown
+    prices: Prices = field(default_factory=Prices)  # of devices; none if unknown
     preset: Preset = PHALANX
     # what keeps a plan from the job, by a look at its model; ``None`` where there is none to look at
     look: Callable[[Plan], list[Problem]] | None = field(default=None, compare=False)

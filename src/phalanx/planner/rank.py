@@ -32,7 +32,7 @@ class Goal:
     # within deadline and budget
     by: By = "time"
     deadline: float = 0.0  # most seconds of the whole training; 0 for any
-    budget: float = 0.0  # most that it may cost: money where prices are known, else device-hours; 0 for any
+    budget: float = 0.0  # most that it may cost: money if prices are known, else device-hours; 0 for any
 
     def check(self, question: Question) -> None:
         """Raise every problem with ``question``.

@@ -26,10 +26,10 @@ class RooflinePoint:
     ridge: float  # the intensity from which on the device is bound by arithmetic
     attainable: float  # FLOP/s under the roofline: of the peak and of bandwidth times intensity the lesser
     forecast: Forecast | None  # under the fastest plan of one device; ``None`` where none fits
-    missing: float  # bytes that the leanest lacks; 0 where one fits
+    missing: float  # bytes that the leanest lacks; 0 if one fits
     # ``arithmetic``, ``bandwidth``, or ``memory`` where it does not fit
     bound: Literal["arithmetic", "bandwidth", "memory"]
-    most: str  # what most of the step goes to, with its share; empty where it does not fit
+    most: str  # the largest part of the step, with its share; empty if it does not fit
 
     def to_dict(self) -> dict[str, Any]:
         names = ("device", "precision", "intensity", "ridge", "attainable", "missing", "bound", "most")

@@ -22,7 +22,7 @@ class ScalingPoint:
     speed_up: float  # over the fewest devices that the model fits on
     efficiency: float  # device time of a step where that is least, over that of this one
     gain: float  # throughput over that of the point before, less 1; 0 for the first
-    bill: Bill  # of the whole training; of one step where its length is not known
+    bill: Bill  # of the whole training; of one step if its length is unknown
 
     def to_dict(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("devices", "speed_up", "efficiency", "gain")}
@@ -36,8 +36,8 @@ class Curve:
     points: tuple[ScalingPoint, ...]  # numbers of devices on which a plan fits, in order
     without: dict[int, str]  # other numbers that were asked for → why they have none
     share: float  # of the ideal gain below which more devices are not worth it
-    steps: int  # that bills are for; 0 where they are for one step
-    budget: float = 0.0  # most that the training may cost (money where prices are known, else device-hours); 0 for any
+    steps: int  # that bills are for; 0 if they are for one step
+    budget: float = 0.0  # most that the training may cost (money if prices are known, else device-hours); 0 for any
     deadline: float = 0.0  # most seconds it may take; 0 for any
 
     @property

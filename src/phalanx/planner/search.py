@@ -221,7 +221,7 @@ class Search:
     considered: int  # plans whose memory was priced
     fitting: int  # how many of them fit
     safe: int  # how many of these leave a margin; plans without are ranked only where there are no others
-    least: float  # bytes that the least hungry of them reserves; 0 where there was none
+    least: float  # bytes that the least hungry of them reserves; 0 if there was none
     leanest: Plan | None  # it; ``None`` where there was none
     # those whose time was priced, too: of plans that differ in recompute only, the one that fits and computes least
     # again

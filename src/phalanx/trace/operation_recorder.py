@@ -49,8 +49,8 @@ class RecordedOperation:
     """One operation of the run."""
 
     name: str  # as the framework calls it
-    inputs: tuple[TensorUse, ...]  # what it reads, each once
-    outputs: tuple[TensorUse, ...]  # what it makes or writes
+    inputs: tuple[TensorUse, ...]  # read by it, each once
+    outputs: tuple[TensorUse, ...]  # made or written by it
     given: tuple[Any, ...] = ()  # the arguments, tensors in them as ``TensorUse``
     segment: int = 0  # which stretch between blocks it belongs to
     backward: bool = False  # whether it ran in the backward

@@ -28,13 +28,13 @@ Kind = Literal["matmul", "convolution", "attention", "memory"]
 class KernelWork:
     """One kernel's work at the traced size."""
 
-    kind: Kind  # what bounds it
+    kind: Kind  # its bound
     name: str  # as the framework calls it
     dims: tuple[float, ...]  # as in ``Operation``
     traffic: float  # elements read and written
-    operands: tuple[TensorUse, ...]  # of a product, what it multiplies
+    operands: tuple[TensorUse, ...]  # of a product, its factors
     step: RecordedOperation  # the operation it is of
-    outputs: tuple[TensorUse, ...]  # what it makes
+    outputs: tuple[TensorUse, ...]  # made by it
 
 
 def works(step: RecordedOperation) -> list[KernelWork]:

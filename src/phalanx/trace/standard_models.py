@@ -28,7 +28,7 @@ class ModelCall:
     module: nn.Module  # the model; may be on the meta device
     args: tuple[Any, ...] = ()  # positional arguments of its forward, of one or more samples (dimension 0)
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # named arguments
-    batch: Any = None  # what the loss is called with beside the output
+    batch: Any = None  # the second argument of the loss
     # from the output and the batch to a scalar tensor, or to something whose ``sum`` is one
     loss: Callable[[Any, Any], Any]
     length: int = 0  # tokens in one sample; 0 to find it from the inputs

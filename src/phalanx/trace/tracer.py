@@ -36,7 +36,7 @@ class Trace:
     gradients: dict[int, str]  # memory → name of the parameter whose gradient it is
     # what entered, the stream first; then gradients of what leaves, or around blocks what each block left
     entries: tuple[TensorUse, ...]
-    others: frozenset[int]  # memories of what else was given, kept by who gave it
+    others: frozenset[int]  # memories of other arguments, kept by the caller
     leaving: frozenset[int]  # memories that others read
     # memories, with their segment, that blocks keep beside what enters them
     saved: dict[int, int] = field(default_factory=dict[int, int])
@@ -58,7 +58,7 @@ class Traced:
 
     visits: list[BlockCall]  # blocks in the order of their turns
     blocks: dict[Any, Trace]  # trace of each distinct block
-    around: Trace  # trace of what is around them
+    around: Trace  # trace of the parts around them
 
     @property
     def recomputes(self) -> bool:

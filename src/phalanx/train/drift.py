@@ -265,7 +265,7 @@ def _parts(tensors: Mapping[str, torch.Tensor]) -> list[list[Piece]]:
         while first < tensor.numel():
             index = min(PARTS - 1, at * PARTS // max(1, total))
             end = total if index == PARTS - 1 else (index + 1) * total // PARTS
-            # whole words of eight bytes, which are what is summed up
+            # whole words of eight bytes, which are summed
             count = min(tensor.numel() - first, max(8, -(-(end - at) // each) // 8 * 8))
             parts[index].append(Piece(name, first, first + count))
             first, at = first + count, at + count * each

@@ -354,6 +354,6 @@ def _storages(tensor: Tensor, uncounted: set[str]) -> list[torch.UntypedStorage]
         if tensor.layout == torch.sparse_coo:
             return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
         return [local(tensor).untyped_storage()]
-    except Exception:  # whatever the kind of tensor says to this: looking on must not end what is looked at
+    except Exception:  # measuring must not end the run
         uncounted.add(f"{type(tensor).__name__} ({str(tensor.layout).removeprefix('torch.')})")
         return []

@@ -243,7 +243,7 @@ class MeshStepper(Stepper):
         """
         if self._assembly.step.drift is not None:
             self._assembly.step.drift.settle()  # of the values that are about to be replaced
-        with suppress(CheckpointError):  # what could not be written is no place to go back to
+        with suppress(CheckpointError):  # a failed checkpoint cannot be resumed from
             self._saver.wait()
 
         def restored(path: Path) -> int:

@@ -366,7 +366,7 @@ class OwnStep:
             self._evaluation_data = evaluation_data(self._job)
         self._step.settle()
         found = evaluate(self._job, self._plan, self._assembly, self._evaluation_data)
-        assert found  # nobody asks it to leave off
+        assert found  # it is never asked to stop
         return found
 
 

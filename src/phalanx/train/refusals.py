@@ -67,7 +67,7 @@ def data_problems(job: Job, plan: Plan) -> list[Problem]:
     try:
         data = make_data(job, job.data)
         evaluation = make_data(job, job.evaluate) if plan.server and job.evaluate else None
-    except Exception:  # the job's own error is what a run tells
+    except Exception:  # a run reports the job's own error
         return []
     if plan.server:
         of_evaluation = [] if evaluation is None else stream_problems(evaluation, plan.dp, once=True)
@@ -168,7 +168,7 @@ def too_short(job: Job, scheduler: LRScheduler | None, start: RunStart = START) 
         return []
     try:
         steps = job.steps or whole_loader(replace(job, workers=0)).total_steps
-    except Exception:  # the job's own error is what a run tells
+    except Exception:  # a run reports the job's own error
         return []
     if steps is None or steps <= scheduler.total_steps:
         return []

@@ -38,7 +38,7 @@ def refuse_another_model(path: Path, module: nn.Module) -> None:
     Raises:
         SpecError: with the parameters that differ.
     """
-    with suppress(CheckpointError):  # the workers go on from the one before it, or say what is wrong
+    with suppress(CheckpointError):  # the workers resume from the one before it, or report the error
         manifest, state = Manifest.read(path), read_state(path)
         _refuse_another_model(path, manifest, set(state.get(FROZEN) or ()), module)
 

@@ -110,7 +110,7 @@ class RunRecorder:
             self.write("warning", message=message)
         if resumed:
             self.write("resume", step=facts["first_step"], path=str(resumed.relative_to(self._run.folder)))
-            self.copy(resumed)  # whoever wrote it may have ended before it was copied
+            self.copy(resumed)  # its writer may have ended before it was copied
 
     def begin(self) -> None:
         """Start the clock of the first step."""

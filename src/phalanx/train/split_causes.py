@@ -253,7 +253,7 @@ class _CauseSearch:
             found = read_loss(self._job.loss(whole.output, whole.batch), size, "a look at a few samples")
         except LossError as error:
             return str(error).splitlines()[0]
-        except Exception:  # what the job's loss raises at outputs of other shapes
+        except Exception:  # errors of the job's loss with other shapes
             return _MIXED_BEFORE
         return "" if close(mean_of(expected), mean_of(found)) else _MIXED_BEFORE
 

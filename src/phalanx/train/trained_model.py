@@ -102,5 +102,5 @@ def evaluate_stored(job: Job, plan: Plan, values: Mapping[str, torch.Tensor], pa
         )
         with_values(assembly.layout.module, completed(job, path, dict(values)), str(path))
         found = evaluate(alone, plan, assembly, held_out)
-    assert found  # nobody asks it to leave off
+    assert found  # it is never asked to stop
     return found

@@ -64,7 +64,7 @@ def _moved(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, float, int]]
         yield from ((f"evaluation|{step}|{name}", abs(a - b), SUMS) for name, (a, b) in numbers.items())
 
 
-_UNKNOWN = 100  # times the floor of parameters, buffers and state where nobody has measured their noise
+_UNKNOWN = 100  # times the floor of parameters, buffers and state if their noise was not measured
 _SMALL = 0.02  # share of the norm of all gradients above which none is nothing but rounding
 
 

@@ -52,7 +52,7 @@ def message(codec: Codec, flat: Tensor) -> Tensor:
 
 def write(codec: Codec, flat: Tensor, into: Tensor) -> None:
     """Write the message of ``flat`` (count,) into ``into``, which has its length."""
-    into[-_ALIGNED:].zero_()  # what fills it up
+    into[-_ALIGNED:].zero_()  # padding
     for target, part in zip(_parts(codec, into, flat.numel()), codec.encode(flat), strict=True):
         target.copy_(part)
 

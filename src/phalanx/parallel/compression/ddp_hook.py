@@ -113,7 +113,7 @@ class Sender:
 
     def __init__(self, compress: str, group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
         """Take ``compress`` of a plan, a ``group`` used only here, and the trainable ``parameters`` by name."""
-        self.traffic = CompressedTraffic()  # what this rank has sent
+        self.traffic = CompressedTraffic()  # bytes sent by this rank
         # What one keeps from step to step is no use to another kind.
         self.kind = f"compress={compress} over {group.size()} ranks"
         self._names = {id(tensor): name for name, tensor in parameters.items()}

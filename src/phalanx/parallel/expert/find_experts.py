@@ -38,7 +38,7 @@ class Experts:
     name: str
     count: int
     leaves: tuple[int, int, int]  # which of its arguments are hidden states, chosen experts and their weights
-    parameters: tuple[str, ...]  # names, within the module, of what holds one row an expert
+    parameters: tuple[str, ...]  # names, within the module, of tensors with a row an expert
     numbers: tuple[str, ...] = ()  # attributes that say how many experts there are
 
     def whole_name(self, parameter: str) -> str:

@@ -39,7 +39,7 @@ class Axis:
     tokens: bool = False  # whether activations between products are sliced along their tokens (sequence parallelism)
     attention: Attention = "gather"  # how keys and values that are sliced along their tokens meet all queries
     notice: Notice | None = None  # called with each collective; for counting
-    trial: Any = None  # what a dry run that looks for a split asks of the rules; None in a real run
+    trial: Any = None  # the observer of a dry run; None in a real run
     length: int = field(default=0, init=False)  # tokens of a sample, once activations are sliced along them
 
     def __repr__(self) -> str:
@@ -145,7 +145,7 @@ def shared(tensor: Tensor, axis: Axis) -> Tensor:
                 axis.trial.late.add(id(parameter))
             return parameter
     if tensor.is_leaf:
-        return _Shared.apply(tensor, axis)  # it would be kept alive by what it remembers
+        return _Shared.apply(tensor, axis)  # it would be kept alive by its own cache
     memory = vars(tensor).setdefault("_shared_along", {})  # pyrefly: ignore
     if axis not in memory:
         memory[axis] = _Shared.apply(tensor, axis)
@@ -213,7 +213,7 @@ def opened(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
     found = known() if known is not None else None
     if found is None:
         found = _Goes.apply(local, (_to_whole, _to_sum), dim, cut, axis)
-        memory[key] = weakref.ref(found)  # weak: what is gathered is large, and lives as long as backward needs it
+        memory[key] = weakref.ref(found)  # weak: the gathered tensor is large, and lives as long as backward needs it
     return found
 
 

@@ -23,7 +23,7 @@ class Cut:
     """One dimension shared out over ranks."""
 
     outer: int  # repeats of the pattern
-    units: int  # what is dealt out, within each repeat
+    units: int  # shared out within each repeat
     inner: int  # elements in a unit
     held: tuple[Ranges, ...]  # for each rank the ranges [start, stop) of units that it holds, in order
 

@@ -70,7 +70,7 @@ class Coordinator(Stepper):
     def __post_init__(self) -> None:
         self._queue, self._total, self._divisor = self.requests.queue, self.pieces.total_steps, divisor_of(self.job)
         self._samples = self.samples_before
-        self._refused = set[str]()  # what has been told of connections from outside the run
+        self._refused = set[str]()  # already reported connections from outside the run
         self._accidents = Accidents(self.run, self.recorder.write)
 
     @property
