@@ -31,7 +31,7 @@ def open_file(folder: Path, name: str) -> int:
         CheckpointError: it cannot be opened for another reason.
     """
     try:
-        # Without waiting: a pipe in the place of the file would have nobody to write into it.
+        # Without waiting: a pipe in the place of the file would have no writer.
         handle = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise unreadable(folder, name, error) from None

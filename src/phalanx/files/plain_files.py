@@ -17,7 +17,7 @@ from pathlib import Path
 from phalanx.errors import SpecError
 
 MOST = 64 * 2**20
-"""Bytes of a document that is read whole: settings, forecasts, placements. Nobody writes one so large."""
+"""Most bytes of a document that is read whole: settings, forecasts, placements."""
 
 _WRITES = os.O_WRONLY | os.O_RDWR
 _KINDS = (

@@ -110,7 +110,7 @@ def refuse_taken(folder: Path) -> None:
     try:
         descriptor = open_plain(folder / NAME, os.O_RDONLY)
     except OSError:
-        return  # nobody has ever taken it
+        return  # it was never taken
     try:
         key = Path(folder).resolve()
         if not (key in _held and _held[key][2] == os.getpid()):
@@ -126,7 +126,7 @@ def is_written(folder: Path) -> bool:
     try:
         descriptor = open_plain(folder / NAME, os.O_RDONLY)
     except OSError:
-        return False  # nobody has ever taken it
+        return False  # it was never taken
     try:
         if not is_running(_whole(_parse(os.pread(descriptor, _LENGTH, 0)).get("pid"))):
             return False  # without a lock of our own, which could block a process that takes the folder now

@@ -150,7 +150,7 @@ def _assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> Iterator
             "processors step parameters is assumed. Workers and servers of a node share its adapters."
         )
     if plan.backup:
-        yield "Nobody is foretold to be late, so that not waiting for the slowest saves nothing here."
+        yield "Forecasts have no late workers, so not waiting for the slowest saves no time here."
     yield from _by_kind(plan, cluster, samples)
 
 

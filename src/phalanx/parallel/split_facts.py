@@ -29,7 +29,7 @@ class SplitParts:
     over_cp: dict[str, Entrance]  # blocks that hidden states enter sliced along their tokens
     over_tp: dict[str, Entrance]  # the same over tp, with sequence parallelism
     late: list[str]  # parameters whose gradients are then added up over tp at the end of a step
-    stages: StageCuts | None = None  # of a pipeline, where nobody has still to look for them
+    stages: StageCuts | None = None  # of a pipeline, once they are found
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -256,7 +256,7 @@ def _total_steps(job: Job, loader: Loader) -> int:
     if loader.total_steps is not None:
         return loader.total_steps
     if schedule.total_steps is None and schedule.decay in ("linear", "cosine"):
-        given = f"decay={schedule.decay!r} without total_steps, over a stream whose length nobody knows"
+        given = f"decay={schedule.decay!r} without total_steps, over a stream of unknown length"
         allowed = "total_steps given in the schedule, or job.steps in place of job.epochs"
         fix = f"schedule=px.Schedule(decay={schedule.decay!r}, total_steps=1000)"
         raise SpecError([Problem(where="job.schedule", given=given, allowed=allowed, fix=fix)])

@@ -356,7 +356,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 _UNCLEAR = (
-    "with one sample in each micro-batch nobody can tell whether the output{} has a row for each sample.\n"
+    "with one sample in each micro-batch it is unknown whether the output{} has a row for each sample.\n"
     "    try: a plan with micro=2 or more, or without micro"
 )
 

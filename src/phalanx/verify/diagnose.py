@@ -239,7 +239,7 @@ def buffers_apart(evidence: Evidence, job: Job, plan: Plan) -> str:
         if names := list(dict.fromkeys(one.name for one in found if one.kind == "buffer")):
             return (
                 f"the buffers of ranks differ: {show_names(names, 3)}. They are updated in forward, by what each rank "
-                "sees of the batch, and nobody brings them together. Compute them from the whole batch (an all-reduce "
+                "sees of the batch, and they are not synchronised. Compute them from the whole batch (an all-reduce "
                 "in forward), or make them parameters."
             )
         if names := [one.name for one in evidence.of("buffer", 0 if moment == FIRST else None) if one.beyond]:

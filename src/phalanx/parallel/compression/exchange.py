@@ -51,7 +51,7 @@ class _Thread(ExchangeQueue):
 
     def start(self, exchange: Exchange) -> Future[Tensor]:
         if self._thread is None:
-            # Nobody waits for it at exit: a peer that died must not keep this process alive.
+            # The exit does not wait for it: a peer that died must not keep this process alive.
             self._thread = threading.Thread(target=_work, args=(self._waiting,), name="exchanges", daemon=True)
             self._thread.start()
         found: Future[Tensor] = Future()

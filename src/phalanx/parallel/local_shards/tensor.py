@@ -102,7 +102,7 @@ class Sliced(Tensor):
             # the same graph, which is that of the local tensor
             return Sliced(args[0]._local, args[0].placed)
         raise RunError(
-            f"{func} met a sliced tensor below autograd, where nobody knows its slices.\n"
+            f"{func} met a sliced tensor below autograd, where its slices are unknown.\n"
             "    Usual cause: an own autograd.Function or C++ operation inside the split part of the model.\n"
             "    try: a plan without tp and cp for this model"
         )

@@ -25,7 +25,7 @@ class FrameKind(IntEnum):
     HELLO = 1
     """[worker, coordinator] who is new."""
     WELCOME = 2
-    """[server] what it holds, to whoever is new."""
+    """[server] the tensors it holds, to a new connection."""
     ASK = 3
     """[worker] what it has computed since it last asked, if anything, with what was not finite in it; and for more. To
     the coordinator."""

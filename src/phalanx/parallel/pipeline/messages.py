@@ -161,7 +161,7 @@ class StageMessages:
             length = torch.tensor([len(line)], device=self._device)
             tensors = [(_MOST_LEAVES - 2, length), (_MOST_LEAVES - 1, line), *tensors]
         for leaf, tensor in tensors:
-            # Would be sent by nobody, and the other rank wait for ever.
+            # It would never be sent, and the other rank would wait for ever.
             assert not isinstance(tensor, FakeTensor), f"{message}: a stand-in for a value of another stage"
             work = dist.isend(tensor, self._peers[other], group=self._group, tag=self._tag(message, leaf))
             self._sent.append((work, tensor))

@@ -179,7 +179,7 @@ class StageRecorder:
                     if tensor is leaf:
                         return Attribute(table, name)
         if leaf.requires_grad and not leaf.is_leaf:  # which a tape would keep, with its graph
-            self.refuse("it computes with a tensor that came about where nobody saw it")
+            self.refuse("it computes with a tensor of unknown origin")
         return leaf
 
 

@@ -259,7 +259,7 @@ def _unfit(name: str, weight: Tensor, pattern: str, how: Cutting) -> Problem:
         return Problem(where="job.tensor_parallel", given=given, allowed=allowed, fix=fix)
     return Problem(
         where="job.tensor_parallel",
-        given=f"{given}, of which nobody knows which are its columns",
+        given=f"{given}, whose columns are unknown",
         allowed="colwise and rowwise for nn.Linear and nn.Embedding; for others the dimension, 0 or 1",
         fix=f"tensor_parallel={{{pattern!r}: 0}}",
     )

@@ -220,7 +220,7 @@ def _named(made: CompileMetrics) -> Iterator[tuple[str, Any]]:
 
 def _additive(metric: Any) -> Any:
     if not is_keras_code(type(metric)):
-        given = f"{type(metric).__name__}, whose state nobody knows to add up over parts of a batch"
+        given = f"{type(metric).__name__}, whose state cannot be added up over parts of a batch"
         allowed = "metrics of Keras, and functions that give a number for each sample"
         raise SpecError.of("metrics", given, allowed, "px.Metric(sums={...}, compute=...) in job.metrics")
     if isinstance(metric, Mean) and type(metric).result is Mean.result:  # RootMeanSquaredError takes a root of it

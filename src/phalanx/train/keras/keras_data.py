@@ -143,7 +143,7 @@ class IndexedBatches(DrawsTogether):
         cuts = np.flatnonzero(np.diff(index // self._batch)) + 1
         for part in np.split(index, cuts):
             number = int(part[0]) // self._batch
-            if self._seeds is not None:  # what a batch draws is the same, whoever takes which of its samples
+            if self._seeds is not None:  # a batch draws the same for any split of its samples
                 self._seeds.plant(number * self._batch)
             read = self._read(number)
             rows = torch.from_numpy(part % self._batch)

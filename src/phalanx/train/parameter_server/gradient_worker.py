@@ -69,7 +69,7 @@ class Worker:
                 order = links.ask(done, brought.wire if brought else [])
             links.say_goodbye({"peak_bytes": peak_memory(), **self._computer.memory})
         except LostError:
-            if not links.over:  # a piece that nobody waited for
+            if not links.over:  # a piece that was not needed
                 raise
 
     def _work(self, links: ServerLinks, order: Frame) -> tuple[dict[str, Any], Flat | None]:

@@ -104,7 +104,7 @@ class RequestHandler:
         if self._skipped:
             return
         limit = patience.silent + patience.pieces * (statistics.median(self._laps) if self._laps else 0.0)
-        slow = limit if self._laps else max(limit, patience.answer)  # nobody knows yet how long a piece takes
+        slow = limit if self._laps else max(limit, patience.answer)  # the duration of a piece is not known yet
         lost: list[tuple[int, Connection, str]] = []
         with self.news:
             for rank, known in self.workers.items():
