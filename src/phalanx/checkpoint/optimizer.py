@@ -171,8 +171,8 @@ def _is_step(name: str) -> bool:
 
 def _unsplittable(name: str, shape: Iterable[int], part: TensorPart) -> CheckpointError:
     return CheckpointError(
-        f"{name} has the shape {list(shape)}, its parameter {list(part.shape)}, split over ranks: what of it belongs "
-        "to which slice nobody can tell.\n"
+        f"{name} has the shape {list(shape)}, its parameter {list(part.shape)}, split over ranks: its part for each "
+        "slice is unknown.\n"
         "    try: an optimizer whose state is of the parameters' shape, such as AdamW; or a plan without tp and ep"
     )
 

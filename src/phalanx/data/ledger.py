@@ -128,7 +128,7 @@ class Ledger:
 
     def _unwritten(self, error: OSError) -> DataError:
         what = f"the sample ledger {self.path} cannot be written: {error.strerror}"
-        return DataError(f"{what}\n    try: free space there, then go on with resume=True")
+        return DataError(f"{what}\n    try: free space there, then resume with resume=True")
 
 
 @final

@@ -47,7 +47,7 @@ class BatchSplitter:
             ValueError: if that step has been cut already, in this process.
         """
         if step < self.next:
-            raise ValueError(f"step {step} has been dealt out already; the next is {self.next}")
+            raise ValueError(f"step {step} has been cut already; the next is {self.next}")
         since, last = self._lanes[-1]
         kept = self._lanes[:-1] if since >= step else self._lanes
         self._lanes = [*kept, (step, replace(last, weights=tuple(weights)))]

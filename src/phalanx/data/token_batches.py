@@ -95,7 +95,7 @@ class TokenBatchSampler:
             found.append(
                 f"{int(short.sum())} of the {len(ends)} steps of the first epoch end with {self.batch} samples, the "
                 f"most by batch={self.batch}, before these have the {self.tokens} tokens of batch_tokens: a larger "
-                f"batch lets them go on."
+                f"batch allows more."
             )
         elif len(ends) == 1 and tokens[0] < self.tokens:
             found.append(

@@ -67,7 +67,7 @@ def _none(question: Question) -> Problem:
         where="cluster",
         given=f"{question.cluster} for a batch of {work.batch} and a model of {work.profile.blocks} blocks, "
         f"{show_count(work.profile.parameters)} parameters",
-        allowed=f"a number of devices that samples, heads, blocks or tokens can be dealt out to; {devices} is not",
+        allowed=f"a number of devices that samples, heads, blocks or tokens can be shared out over; {devices} is not",
         fix=f"batch={max(devices, work.batch)}",
     )
 

@@ -131,7 +131,7 @@ class DriftWatch:
                 f"{found}; from here on they would train models of their own\n"
                 "    It comes from memory or a device that fails, a link that changes what it carries, or code of the "
                 "job that changes a parameter on one rank: look at the rank that differs first\n"
-                '    try: resume=True, which goes on from the last checkpoint; drift="warn" to go on all the same'
+                '    try: resume=True, to resume from the last checkpoint; drift="warn" to continue all the same'
             )
 
     def _look_closer(self, look: _Look) -> ReplicaDifference | None:

@@ -63,7 +63,7 @@ def refuse_other(saved: Mapping[str, str], now: Mapping[str, str], path: Path) -
     if other := [own for own, name in names_of(MODEL, saved).items() if now.get(name) != saved[name]]:
         raise CheckpointError(
             f"{path} holds what is trained alone, and of what is not, other values are here: {show_names(other)}. They "
-            "come from job.model and job.initial, which a run with checkpoint='all' does not read when it goes on.\n"
+            "come from job.model and job.initial, which a run with checkpoint='all' does not read when it resumes.\n"
             "    try: the base that the run began with, and checkpoint='trainable'"
         )
 

@@ -197,7 +197,7 @@ class OwnRun:
 def _ended(what: str, taken: int) -> RunError:
     return RunError(
         f"{what} after the run has ended, by step.close(), by its last step or by an error: {taken} steps are taken\n"
-        '    try: px.build(job, plan, run="runs/mine", resume=True), which goes on from the last checkpoint'
+        '    try: px.build(job, plan, run="runs/mine", resume=True), to resume from the last checkpoint'
     )
 
 

@@ -91,7 +91,7 @@ def work_of(
 _PHASES = Problem(
     where="job.phases",
     given="phases, each with a forward, a backward and an update of its own: a forecast prices one of each in a step",
-    allowed="jobs with one loss and one optimizer; training goes on without a forecast",
+    allowed="jobs with one loss and one optimizer; training continues without a forecast",
     fix="phalanx bench JOB, which measures steps",
 )
 
@@ -201,7 +201,7 @@ _IN_A_ROW = (
 _NO_ROWS = Problem(
     where="job.collate",
     given="samples joined along the first dimension, so that nothing tells how many a tensor is of",
-    allowed="a forecast of tensors with a first dimension of samples, or of 1; training goes on without a forecast",
+    allowed="a forecast of tensors with a first dimension of samples, or of 1; training continues without a forecast",
     fix="input_ids[None], of shape (1, tokens), as transformers' DataCollatorWithFlattening gives them",
 )
 

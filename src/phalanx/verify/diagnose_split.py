@@ -123,7 +123,7 @@ def _backward(evidence: Evidence, names: list[str], allowed: float, plan: Plan) 
         if _parts(reference, given, scale, allowed):
             return (
                 f"a missing all-reduce in backward: {where} is the first that differs{beside}: each of the {plan.tp} "
-                "ranks of tp goes on with its own part, and the parts add up to one device's. What reads this output "
+                "ranks of tp continues with its own part, and the parts add up to one device's. What reads this output "
                 "is split over tp, so that its gradients are to be added over the ranks."
             )
         if _times(reference, given, scale, allowed, plan.tp):

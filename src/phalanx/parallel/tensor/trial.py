@@ -254,7 +254,7 @@ def _one_cut(pattern: str, how: Cutting) -> str:
 def _unfit(name: str, weight: Tensor, pattern: str, how: Cutting) -> Problem:
     given = f"{how!r} for {name} of shape {tuple(weight.shape)}"
     if weight.dim() != 2:
-        allowed = "weights of two dimensions; biases go with theirs, experts are dealt out by ep"
+        allowed = "weights of two dimensions; biases go with theirs, ep distributes experts"
         fix = "no entry for it: what is not named is cut as found"
         return Problem(where="job.tensor_parallel", given=given, allowed=allowed, fix=fix)
     return Problem(

@@ -226,7 +226,7 @@ def _need_one_order(data: Any) -> None:
         seeded = any(int(seed) for seed in (data._seed, data._seed2))
         if not seeded or data._reshuffle_each_iteration:
             given = f"shuffle with{'' if seeded else 'out a seed, and with'} another order in each pass"
-            allowed = "the same order in every process, and in a run that goes on"
+            allowed = "the same order in every process, and in a resumed run"
             raise SpecError.of("data", given, allowed, "shuffle(1000, seed=1, reshuffle_each_iteration=False)")
     for one in getattr(data, "_inputs", list)():
         _need_one_order(one)

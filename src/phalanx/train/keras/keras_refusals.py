@@ -27,7 +27,7 @@ _OF_FIT = {  # argument of fit → what it is here, and a line to copy
     "validation_freq": ("evaluate_every, in optimizer steps", "evaluate_every=100"),
     "validation_steps": ("evaluate, which is read to its end", "evaluate=(x, y)"),
     "steps_per_epoch": ("steps, of the whole run; an epoch is what data has", "steps=1000"),
-    "initial_epoch": ("nothing: a run goes on from its checkpoint", "phalanx train JOB --run runs/one --resume"),
+    "initial_epoch": ("nothing: a run resumes from its checkpoint", "phalanx train JOB --run runs/one --resume"),
     "verbose": ("a word on the command line", "phalanx train JOB --quiet"),
 }
 _CALLBACKS = {  # class of keras.callbacks → what does that here
@@ -81,7 +81,7 @@ def model_problems(model: Any) -> list[Problem]:
             wrong("make", f"RematScope around {what}", "recompute by the plan", "recompute=full in the plan")
         if getattr(layer, "stateful", False):
             allowed = "layers whose state begins anew with each batch"
-            wrong("make", f"stateful=True in {what}: it goes on from the batch before", allowed, "stateful=False")
+            wrong("make", f"stateful=True in {what}: it continues from the previous batch", allowed, "stateful=False")
         if isinstance(layer, keras.layers.SpectralNormalization):
             allowed = (
                 "layers that leave their weights to the optimizer: what a plan has gathered for a call is not kept"

@@ -211,7 +211,7 @@ def _notes(job: Job, run: RunSpec, store: ShardStore) -> list[str]:
     if store.statistics.named:
         found.append("running statistics of normalisation are those that went through the first piece of each batch.")
     if job.workers:
-        found.append("workers of servers read each piece when they are dealt it, none ahead: job.workers is not used.")
+        found.append("workers of servers read each piece when it is assigned, none ahead: job.workers is not used.")
     return found
 
 

@@ -238,7 +238,7 @@ class Server:
         """Raise ProtocolError if the coordinator did not assign this piece to this worker."""
         expected = deal_ticket(self._secret, rank, what, piece["step"], piece["part"])
         if not compare_digest(expected, piece["ticket"]):
-            raise ProtocolError(f"it brought part {piece['part']} of step {piece['step']}, which it was not dealt")
+            raise ProtocolError(f"it brought part {piece['part']} of step {piece['step']}, which it was not assigned")
 
 
 _NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

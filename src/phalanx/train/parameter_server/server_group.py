@@ -222,7 +222,7 @@ class Patience:
 
 def gone(what: str) -> RunError:
     """Return the error for a run that cannot continue, because of ``what``."""
-    return RunError(f"{what}\n    try: resume=True, which goes on from the last checkpoint")
+    return RunError(f"{what}\n    try: resume=True, to resume from the last checkpoint")
 
 
 class Address(NamedTuple):
