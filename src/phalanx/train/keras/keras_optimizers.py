@@ -268,7 +268,7 @@ def parts_of(optimizer: Any) -> OptimizerParts:
         )
     if taken := int(optimizer.iterations):
         given = f"an optimizer that has taken {taken} steps: a run begins with none of its moments, at the first rate"
-        allowed = "one that has taken none; an interrupted run resumes with --resume"
+        allowed = "one that has taken none; an interrupted run can resume by itself"
         fix = 'model.compile(optimizer="adam", loss="mse") in the function, after the model is loaded'
         problems.append(Problem(where="optimizer", given=given, allowed=allowed, fix=fix))
     if problems:
