@@ -275,6 +275,7 @@ def test_everything_wrong_in_a_file_is_said_at_once() -> None:
     text = text.replace('name = "wire"', "").replace("latency = 0.0", "latency = -1.0")
     assert set(problems(Cluster.from_toml, text)) == {
         "groups[0].colour",
+        "groups[0].nodes",
         "groups[0].device.memory",
         "groups[0].link.name",
         "network.latency",

@@ -8,7 +8,7 @@ from typing import Any
 
 import tomli_w
 
-from phalanx.config.fields import SelfChecked, Veto, from_table, is_number, nearest, option
+from phalanx.config.fields import SelfChecked, Veto, from_table, is_number, nearest, option, shown
 from phalanx.device_kinds import hardware_names
 from phalanx.errors import Problem, SpecError
 from phalanx.files import toml_table
@@ -30,16 +30,14 @@ _RATE = _amount("bytes per second in one direction", "bandwidth = 25e9")
 _HOP = _amount("seconds", "latency = 3.4e-6")
 
 
-def _is_peak(given: Any) -> bool:
-    known = isinstance(given, Mapping) and len(given) > 0
-    return known and all(dtype in DTYPES and is_number(rate) and rate > 0 for dtype, rate in given.items())
+def _peak_problems(given: Any) -> list[Problem]:
+    allowed, fix = f"FLOP/s, more than 0, by dtype: {', '.join(DTYPES)}", "peak = {fp32 = 67e12, bf16 = 989e12}"
+    if not isinstance(given, Mapping) or not given:
+        return [Problem(where="device.peak", given=shown(given), allowed=allowed, fix=fix)]
+    wrong = [name for name, rate in given.items() if name not in DTYPES or not is_number(rate) or rate <= 0]
+    return [Problem(where=f"device.peak.{name}", given=repr(given[name]), allowed=allowed, fix=fix) for name in wrong]
 
 
-_PEAK = {
-    "accepts": _is_peak,
-    "allowed": f"FLOP/s, more than 0, by dtype: {', '.join(DTYPES)}",
-    "example": "peak = {fp32 = 67e12, bf16 = 989e12}",
-}
 _KIND = {
     "accepts": lambda kind: kind in hardware_names(),
     "allowed": lambda: ", ".join(hardware_names()),
@@ -64,7 +62,7 @@ class Device(SelfChecked, where="device", rules=(_NEEDED, _ROOM)):
 
     name: str = field(metadata={"example": 'name = "H100"'})
     kind: str = field(metadata=_KIND)
-    peak: Mapping[str, float] = field(hash=False, metadata=_PEAK)
+    peak: Mapping[str, float] = field(hash=False, metadata={"problems": _peak_problems})
     memory: int = field(metadata=_amount("bytes", "memory = 85899345920"))
     bandwidth: float = field(metadata=_amount("bytes per second", "bandwidth = 3.35e12"))
     kept: int = field(default=0, metadata=_amount("bytes", "kept = 1073741824"))
@@ -77,7 +75,7 @@ class Device(SelfChecked, where="device", rules=(_NEEDED, _ROOM)):
 
     @property
     def room(self) -> int:
-        """Bytes a training process can use for tensors: the memory less what driver and runtime keep."""
+        """Bytes a training process can use for tensors: ``memory`` without ``kept``."""
         return self.memory - self.kept
 
     def ridge(self, dtype: str) -> float:

@@ -345,7 +345,7 @@ def is_number(value: object) -> bool:
 
 
 def steps_misfit(steps: list[Any], what: str) -> tuple[str, str] | None:
-    """Return what is given and what is allowed if ``steps`` are not increasing steps from 0."""
+    """Return the given and the allowed words if ``steps`` are not increasing steps from 0."""
     if bad := [step for step in steps if not is_whole(step, 0)]:
         return f"step {bad[0]!r}", "optimizer steps: whole numbers, 0 or more"
     if min(steps) != 0:

@@ -138,7 +138,7 @@ def told_of_training(loss: Any) -> Any:
     """Return ``loss`` with ``training=True`` if it has a parameter of that name."""
     try:
         takes = "training" in signature(loss).parameters and "training" not in getattr(loss, "keywords", {})
-    except (TypeError, ValueError):  # of what is no function, or one of C
+    except (TypeError, ValueError):  # no function, or one of C
         takes = False
     return FlaggedLoss(loss, training=True) if takes else loss
 
