@@ -92,21 +92,6 @@ def test_a_wrong_plan_says_what_to_write(text: str, where: str, fix: str) -> Non
     Plan.parse(fix)
 
 
-def test_everything_wrong_in_a_plan_is_said_at_once() -> None:
-    with pytest.raises(SpecError) as caught:
-        Plan.parse("dq=2 zero=7 micro=a")
-    assert {problem.where for problem in caught.value.problems} == {"plan.dq", "plan.zero", "plan.micro"}
-
-
-def test_a_field_that_is_wrong_hides_no_other_problem() -> None:
-    with pytest.raises(SpecError) as caught:
-        Plan(dp="2", schedule="zbv", sequence=True)  # pyrefly: ignore
-    assert [problem.where for problem in caught.value.problems] == ["plan.dp", "plan.schedule", "plan.sequence"]
-    with pytest.raises(SpecError) as caught:
-        Job(**{**RIGHT, "batch": "8", "steps": 3, "workers": -1, "prefetch": 2})
-    assert [problem.where for problem in caught.value.problems] == ["job.batch", "job.workers", "job.epochs"]
-
-
 RIGHT: dict[str, Any] = {
     "model": lambda: None,
     "data": lambda: None,
@@ -135,18 +120,19 @@ def test_run_round_trips() -> None:
     assert RunSpec.from_toml(run.to_toml()) == run
 
 
-def test_wrong_run_files() -> None:
-    with pytest.raises(SpecError) as caught:
-        RunSpec.from_toml('plan = "dq=2"\ncolour = 1\n')
-    assert {problem.where for problem in caught.value.problems} == {"run.colour", "run.job", "run.folder", "plan.dq"}
-    with pytest.raises(SpecError) as caught:
-        RunSpec.from_toml('job = "a.py"\nplan = "dp=2"\nfolder = "x"\ncolour = 1\nsteps = 1\nepochs = 1\nkeep = 0\n')
-    assert [problem.where for problem in caught.value.problems] == ["run.colour", "run.keep", "run.epochs"]
-    with pytest.raises(SpecError) as caught:
-        RunSpec.from_toml('job = "a.py"\nfolder = "x"\nsteps = "many"\n')
-    assert {problem.where for problem in caught.value.problems} == {"run.plan", "run.steps"}
-    with pytest.raises(SpecError):
-        RunSpec(job="a", plan=Plan(), folder=Path("x"), steps=1, epochs=1)
+AT_ONCE: list[tuple[Callable[[], Any], str]] = [
+    (lambda: Plan.parse("dq=2 zero=7 micro=a schedule=zbv"), "plan.dq plan.zero plan.micro plan.schedule"),
+    (lambda: wrong_job(batch="8", workers=-1, steps=3), "job.batch job.workers job.epochs"),
+    (lambda: RunSpec.from_toml('plan = "dq=2"\ncolour = 1\n'), "run.colour run.job run.folder plan.dq"),
+    (lambda: run_file(colour="1\nkeep = 0\nsteps = 1\nepochs = 1"), "run.colour run.keep run.epochs"),
+]
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    for make, where in AT_ONCE:
+        with pytest.raises(SpecError) as caught:
+            make()
+        assert [problem.where for problem in caught.value.problems] == where.split()
 
 
 def test_schedules() -> None:
@@ -179,18 +165,14 @@ def run_file(**lines: str) -> RunSpec:
     [
         (wrong_job, {"batch": 0}, "job.batch"),
         (wrong_job, {"epochs": None}, "job.epochs"),
-        (wrong_job, {"steps": 3}, "job.epochs"),
-        (wrong_job, {"seed": -1}, "job.seed"),
         (wrong_job, {"clip": 0.0}, "job.clip"),
         (wrong_job, {"unused": "ignore"}, "job.unused"),
-        (wrong_job, {"workers": -1}, "job.workers"),
         (wrong_job, {"model": 3}, "job.model"),
         (wrong_job, {"inputs": "image"}, "job.inputs"),
         (wrong_job, {"schedule": None}, "job.schedule"),
         (wrong_job, {"shuffle": 1}, "job.shuffle"),
         (wrong_job, {"evaluate_every": 5}, "job.evaluate_every"),
         (wrong_job, {"metrics": lambda output, batch: {}}, "job.metrics"),
-        (run_file, {"steps": '"5"'}, "run.steps"),
         (partial(RunSpec, job="a.py", plan=Plan()), {"folder": Path("a\ntouch b")}, "run.folder"),
         (run_file, {"batch": "2.5"}, "run.batch"),
         (run_file, {"resume": '"no"'}, "run.resume"),
