@@ -66,7 +66,7 @@ def test_what_is_too_large_is_refused_by_name(tmp_path: Path, monkeypatch: pytes
         CodePack.of(tmp_path, without=tmp_path / "run")
 
 
-def test_what_is_not_what_was_sent_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_what_was_packed_is_not_unpacked(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "code.tar.gz", "w:gz"):
         pass
     check_digest(tmp_path / "code.tar.gz", digest_of(tmp_path / "code.tar.gz"))

@@ -74,13 +74,6 @@ LAUNCH = (
         (f"test {RAY} rays_own_variable",),
     ),
     Mutation(
-        "ray: a lost actor ends the run",
-        f"{TARGETS}/ray_driver.py",
-        "if LOST not in codes.values() or self._stop.number:",
-        "if codes or self._stop.number:",
-        (f"test {RAY} by_those_of_agents",),
-    ),
-    Mutation(
         "sagemaker: a job that uploads what it has trained waits",
         f"{TARGETS}/sagemaker.py",
         '_TRAINING = ("Training", "Uploading", "Stopping")',
@@ -179,11 +172,11 @@ LAUNCH = (
         (f"test {CODE} no_link",),
     ),
     Mutation(
-        "code: what is not what was sent is unpacked",
+        "code: what is not what was packed is unpacked",
         f"{TARGETS}/code_pack.py",
         "if (found := digest_of(path)) != digest:",
         "if (found := digest_of(path)) == '':",
-        (f"test {CODE} not_what_was_sent",),
+        (f"test {CODE} not_what_was_packed_is_not_unpacked",),
     ),
     Mutation(
         "hosts: a file of the job that is another on few hosts is not named",
