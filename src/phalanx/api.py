@@ -46,7 +46,7 @@ def fit(
 ) -> Run:
     """Train ``job`` under ``plan`` and return the run.
 
-    A plan of several processes starts them on this machine, each on its own device; inside a worker started by
+    A plan of several processes starts them on this machine, each on its own device. Inside a worker started by
     torchrun, this process takes its own part instead, in rank 0's folder, for any ``launcher``. Without a plan: the
     best one for the CUDA devices here, or one process. A forecast of the run is made beside it and stored in its
     folder.
@@ -105,7 +105,7 @@ def start(
     """Begin to train ``job`` under ``plan`` in the background, and return the run once it has begun.
 
     ``run.wait()`` waits for its end and raises its error, ``run.stop()`` makes it save and stop, ``run.running`` and
-    ``run.metrics()`` report its state; the logger ``phalanx`` gets differences from one device. One process forked from
+    ``run.metrics()`` report its state. The logger ``phalanx`` gets differences from one device. One process forked from
     this one does the work of ``fit``, so callbacks of the job change values there, and that process logs. The run ends
     with this process: a normal exit makes it save and stop, a kill ends it, too.
 

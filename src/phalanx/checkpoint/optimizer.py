@@ -66,7 +66,7 @@ def restore_optimizer(
     """Restore the state of ``optimizer`` saved in folder ``path`` under any plan.
 
     Expects ``state["optimizer"]`` and tensors as returned by ``optimizer_tensors``. Groups are matched by parameter
-    names and get the saved hyper-parameters; callables and ``foreach``, ``fused``, ``capturable`` and
+    names and get the saved hyper-parameters. Callables and ``foreach``, ``fused``, ``capturable`` and
     ``differentiable`` keep their values. State in a parameter's global shape is sharded like the parameter, and split
     as ``parts`` says. Every rank of the default process group must call it.
 

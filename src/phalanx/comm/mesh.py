@@ -112,7 +112,7 @@ _READ = (2, 13)
 
 
 def _made_alone() -> bool:
-    """Return True if a rank can make its group without the other groups' ranks; the answer is equal on all ranks.
+    """Return True if a rank can make its group without the other groups' ranks. The answer is equal on all ranks.
 
     False for an untested torch version, for NCCL bound to a device (it splits the communicator of all ranks), and for
     a default group with its own ``new_group``.

@@ -13,7 +13,7 @@ Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def file_paths(files: Names, where: str, fix: str) -> list[str]:
-    """Return every file named by a name, a pattern, or a list of both; a pattern's files are sorted by name.
+    """Return every file named by a name, a pattern, or a list of both. A pattern's files are sorted by name.
 
     ``where``, the place in the user's code, and ``fix``, a line that works, are for the errors.
 

@@ -325,7 +325,7 @@ def stream_problems(dataset: Any, parts: int, *, once: bool = False) -> list[Pro
 class BatchPieces(_ToldData):
     """Every global batch of a job over map-style data, cut into a contiguous piece for each worker.
 
-    The data have ``length`` samples, an epoch ``epoch_samples``, and ``total_steps`` is the step after the last;
+    The data have ``length`` samples, an epoch ``epoch_samples``, and ``total_steps`` is the step after the last.
     ``stretches`` and ``remarks`` are as in ``Loader``.
     """
 

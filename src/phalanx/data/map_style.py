@@ -76,7 +76,7 @@ def _columns(data: Any) -> tuple[str, str] | None:
 class Fetcher:
     """A reader: ``fetch(epoch, ids)`` gives the collated batch of these samples.
 
-    A dataset with ``__getitems__`` is asked for all ids at once; an answer that is not a list of samples is used as the
+    A dataset with ``__getitems__`` is asked for all ids at once. An answer that is not a list of samples is used as the
     batch. Otherwise samples are read one at a time, each with its own random streams. A batch that is a mapping of any
     type (``transformers``' ``BatchEncoding``, say) becomes a ``dict``.
     """

@@ -34,7 +34,7 @@ class ParquetFiles(MapStyle):
     arrays of one dimension; text is a str, and whatever else there is as pyarrow gives it to Python. A missing value is
     ``None``, which torch's default collation does not take.
 
-    A file is read in row groups, as it was written; each process keeps those that it used last, uncompressed. **In an
+    A file is read in row groups, as it was written. Each process keeps those that it used last, uncompressed. **In an
     order shuffled over all rows nearly every sample costs the reading of a whole row group.** ``shuffle_within`` reads
     a few at a time instead: row groups are shuffled, taken so many at a time, and the rows of these shuffled together,
     all by (seed, epoch). Give ``sampler=dataset.sampler`` to the job then.

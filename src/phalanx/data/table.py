@@ -16,7 +16,7 @@ from phalanx.errors import Problem, SpecError
 class Table(MapStyle):
     """A map-style dataset of equally long columns: ``Table(image=images, label=labels)``.
 
-    A sample is a dict with one row of each column; a batch is taken out of each column at once, which is many times
+    A sample is a dict with one row of each column. A batch is taken out of each column at once, which is many times
     faster than collating single samples.
 
     Raises:

@@ -34,7 +34,7 @@ class TarFiles(MapStyle):
     array, ``pt`` what ``torch.load(weights_only=True)`` gives; all others, images among them, are bytes unless
     ``decode`` has a function for them.
 
-    The headers of all archives are read once in each process, which takes about 40 µs a member; then any sample is read
+    The headers of all archives are read once in each process, which takes about 40 µs a member. Then any sample is read
     by its place in the archive, so that archives have to be uncompressed.
 
     Attributes:

@@ -31,7 +31,7 @@ class TokenFile(MapStyle):
     ``shifted`` the label of a position is the token after it, for losses that compare position by position, such as
     ``px.cross_entropy(logits, batch["labels"])``.
 
-    Windows do not overlap and do not go over the end of a file; tokens after the last whole window of a file are not
+    Windows do not overlap and do not go over the end of a file. Tokens after the last whole window of a file are not
     read. With ``shifted`` the last label of a window is the first token of the next one.
 
     Where ``end_of_text`` or ``begin_of_text`` tells documents apart, a sample has two entries more: ``document_ids``, 0

@@ -223,7 +223,7 @@ def server_time(count: Array, computing: Array, layouts: Layouts, setting: Devic
     """Return seconds of a worker's step beyond its computing, because servers hold the ``count`` parameters.
 
     Each worker pushes its gradients and pulls parameters. Each way takes the time of the slower of its link and its
-    part of the servers' links. A worker with ``staleness`` has that many rounds pending beside its current one; in the
+    part of the servers' links. A worker with ``staleness`` has that many rounds pending beside its current one. In the
     long run no worker is faster than the busiest link or processor of the servers.
 
     Source: Li et al., "Scaling distributed machine learning with the parameter server", 2014; Ho et al., "More

@@ -54,7 +54,7 @@ def collective(kind: Collective, size: Array, ranks: Array, stride: Array, fabri
 
     ``size`` is the bytes of the whole tensor on one rank (the result of an all-gather, the input of a reduce-scatter,
     the message of a send). The group's ranks are ``stride`` apart. A ring sends size x (ranks - 1)/ranks over the
-    slowest of its links (twice for an all-reduce); each rank in a node has its own share of the network.
+    slowest of its links (twice for an all-reduce). Each rank in a node has its own share of the network.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009; Thakur et al., 2005 (latency terms).
     """

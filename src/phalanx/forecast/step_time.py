@@ -130,7 +130,7 @@ def crowded(step: StepTime, processes: Array, cores: int, core: Core) -> StepTim
     """Return the step of ``processes`` on ``cores``, from the step with a machine for each process.
 
     Up to as many as the cores, arithmetic and traffic slow down towards the measurement with all of them busy. Beyond,
-    each has cores/processes of one; a waiting process leaves its core to others, so that a pipeline is idle only as far
+    each has cores/processes of one. A waiting process leaves its core to others, so that a pipeline is idle only as far
     as its way is longer than the turns. Exchanges were measured in the crowd of their own group: see ``_others`` for a
     larger one.
     """

@@ -20,7 +20,7 @@ Number = Any
 def share(total: int, part: int, parts: int) -> tuple[int, int]:
     """Return the range [start, stop) of ``total`` samples for ``part`` (0-based) of ``parts``.
 
-    Shares are contiguous and differ by at most one sample; the first ones are the larger: 256 over 3 is 86, 85, 85.
+    Shares are contiguous and differ by at most one sample. The first ones are the larger: 256 over 3 is 86, 85, 85.
 
     Raises:
         ValueError: if ``part`` is not one of ``parts``, or ``total`` is negative.
@@ -102,7 +102,7 @@ def cuts(total: int, lane: Lane, micro: int | None) -> Cuts:
     """Return the micro-batches of a global batch of ``total`` samples, 1 or more, for the parts of ``lane``.
 
     Parts in the same collectives get as many micro-batches as the largest share of them needs. An even share with fewer
-    samples is filled up with empty ranges; uneven ones are each cut evenly into that many. ``micro`` is the most
+    samples is filled up with empty ranges. Uneven ones are each cut evenly into that many. ``micro`` is the most
     samples in a micro-batch; ``None``: the whole share.
     """
     runs, inner = _runs(total, lane)

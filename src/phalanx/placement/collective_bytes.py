@@ -133,8 +133,8 @@ def tensor(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass) -> list[
     """Return the exchanges over ``tp``.
 
     Results of row-parallel products are added up, and so are the gradients at the inputs of column-parallel ones
-    (Shoeybi et al. 2019, section 3); with tokens cut, a gather and a scatter replace each sum (Korthikanti et al. 2022,
-    section 4.2.2). An embedding's rows are looked up on their own ranks and added up; for cut classes the loss adds up
+    (Shoeybi et al. 2019, section 3). With tokens cut, a gather and a scatter replace each sum (Korthikanti et al. 2022,
+    section 4.2.2). An embedding's rows are looked up on their own ranks and added up. For cut classes the loss adds up
     three numbers a token: their largest, the sum of their exponentials, the target's own.
     """
     part, some, backward = micro.part, 1 * (mesh.tp > 1), way == "backward"
@@ -222,7 +222,7 @@ def _over_cp(why: str, kind: Kind, size: Number, times: Number) -> Exchange:
 def experts(micro: PartPass, mesh: MeshSizes, widths: Widths) -> list[Exchange]:
     """Return the exchanges over ``ep``.
 
-    A row for each expert chosen by a token goes to it with a factor and comes back; gradients go the same ways
+    A row for each expert chosen by a token goes to it with a factor and comes back. Gradients go the same ways
     (Lepikhin et al. 2021, section 3.2). Ranks first tell one another the number of rows for each of their experts.
     """
     first = next((one for one in micro.part.forward if one.expert and one.kind == "matmul"), None)
@@ -287,8 +287,8 @@ def add_up(held: Elements, widths: Widths, mesh: MeshSizes, shards: tuple[str, .
 def replicas(units: Sequence[Elements], widths: Widths, mesh: MeshSizes) -> list[Exchange]:
     """Return all exchanges that keep replicas equal in a step, for ``units`` gathered one by one.
 
-    ``zero=3`` gathers each for forward and for backward of every micro-batch; 2 and 3 scatter the gradients of each
-    micro-batch on arrival, and add them up over copies then.
+    ``zero=3`` gathers each for forward and for backward of every micro-batch. Stages 2 and 3 scatter the gradients of
+    each micro-batch on arrival, and add them up over copies then.
     """
     often, sums = sum(gathers(mesh)), reductions(mesh)
     found: list[Exchange] = []

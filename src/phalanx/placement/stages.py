@@ -61,7 +61,7 @@ def on_ranks(
 def sends(schedule: Schedule, ranks: int, stages: int, rank: int) -> tuple[int, int]:
     """Return messages of ``rank`` to other ranks for one micro-batch, with this many ``stages`` a rank.
 
-    Outputs go to later stages, and gradients to earlier ones; at the turn of a V, two stages are on one rank.
+    Outputs go to later stages, and gradients to earlier ones. At the turn of a V, two stages are on one rank.
     """
     rank_of = holders(schedule, ranks, ranks * stages)
     forward = sum(one == rank != after for one, after in pairwise(rank_of))

@@ -212,7 +212,7 @@ Mode = FakeTensorMode | MetaMode | Values
 
 
 def fake(mode: Mode, tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a fake of ``tensor``; one on the meta device becomes a fake of the CPU, as the model will be.
+    """Return a fake of ``tensor``. One on the meta device becomes a fake of the CPU, as the model will be.
 
     With ``dtype`` a tensor of fp32 becomes one of that type.
     """

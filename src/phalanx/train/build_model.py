@@ -30,7 +30,7 @@ def build_model(job: Job, *, deferred: bool = False) -> nn.Module:
     """Build the model with one device's initial values: the same seeds on every rank.
 
     torch, numpy's global generator and ``random`` are seeded. A model in evaluation mode (as loaded ones are) is put in
-    training mode; in a model in training mode, parts in evaluation mode stay so. The cache of keys and values of
+    training mode. In a model in training mode, parts in evaluation mode stay so. The cache of keys and values of
     ``transformers``' models is off. ``deferred``: large parameters have recipes in place of values.
 
     Raises:

@@ -109,7 +109,7 @@ def _elements(grad: torch.Tensor) -> torch.Tensor:
 def global_norm(held: RankHoldings, *, quick: bool = False, values: bool = False) -> torch.Tensor:
     """Return the L2 norm over all gradients of all ranks: a 0-dim tensor, the same on every rank.
 
-    Parts held by one rank are summed over the ranks that share them; a part held by every rank counts once. It is
+    Parts held by one rank are summed over the ranks that share them. A part held by every rank counts once. It is
     finite only if all gradients are.
 
     Args:

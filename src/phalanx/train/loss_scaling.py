@@ -52,7 +52,7 @@ class LossScale:
     """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2).
 
     The summed loss is multiplied by ``scale`` before backward, gradients are divided by it after. If the gradient norm
-    is not finite the update is skipped and the scale halved; after ``patience`` good steps it is doubled. The norm is
+    is not finite the update is skipped and the scale halved. After ``patience`` good steps it is doubled. The norm is
     the same on every rank, sharded or not, so that all ranks decide alike.
     """
 

@@ -157,7 +157,7 @@ class SavedActivationsMeter:
     """A meter of the tensors that autograd saves for backward.
 
     Inside its block, in each thread that enters it, every saved tensor counts until it is released. Tensors saved
-    inside other hooks, as in recomputed blocks, are kept by those hooks; they count as long as their memory exists.
+    inside other hooks, as in recomputed blocks, are kept by those hooks. They count as long as their memory exists.
 
     Attributes:
         peak: the most bytes saved at one time, without parameters and buffers.

@@ -73,7 +73,7 @@ class Scene(ABC):
 class Observer:
     """A listener to a run, in each of its processes; this base does nothing.
 
-    With servers the first of them is notified, for all, and sees whole tensors; ``begins`` is not called there, and
+    With servers the first of them is notified, for all, and sees whole tensors. ``begins`` is not called there, and
     ``steps`` follows once all servers have stepped, with each optimizer's input. Their workers are notified of received
     values only. ``listens``: whether it needs gradients that are otherwise not computed. ``finding``: fields of a
     ``check`` event for the run's log, written once.

@@ -27,7 +27,7 @@ _FILE, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "
 def fill_from(module: nn.Module, given: str | Path | Pretrained, *, deferred: bool = False) -> None:
     """Give ``module`` the values in ``given``; if ``deferred``, parameters on the meta device get them later.
 
-    Names and shapes must agree; tied parameters need one name, and the prefix of a transformers base model within a
+    Names and shapes must agree. Tied parameters need one name, and the prefix of a transformers base model within a
     model with a head may be missing or additional. Values are converted to each parameter's dtype.
 
     Raises:

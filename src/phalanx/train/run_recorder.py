@@ -42,7 +42,7 @@ class RunRecorder:
     ) -> None:
         """Open the records; ``writes``: this process writes events.
 
-        ``late``: a step's numbers are read when the next is queued; on CUDA the device is busy with it during the wait.
+        ``late``: a step's numbers are read when the next is queued. On CUDA the device is busy with it during the wait.
         """
         self._run, self._ledger, self._total, self._late = run, ledger, total_steps, late
         self._log = EventLog(run.folder / EVENTS) if writes else None
@@ -83,7 +83,7 @@ class RunRecorder:
     ) -> None:
         """Write the settings, once all checks have passed, and the first events.
 
-        ``facts`` are the fields of ``start`` that only the assembled run knows; ``advice`` becomes warnings,
+        ``facts`` are the fields of ``start`` that only the assembled run knows. ``advice`` becomes warnings,
         ``resumed`` is the checkpoint to resume from, and ``placement`` each rank's part, as JSON.
 
         Raises:

@@ -138,7 +138,7 @@ def restore_values(
     """Restore the model's values and the optimizer's state. Collective.
 
     Hyper-parameters (``lr``, ``weight_decay``, ``betas``, ...) are the job's present ones, so a user can edit them and
-    resume; only the ``kept`` ones of each group, which a scheduler sets, are restored. So values that an optimizer
+    resume. Only the ``kept`` ones of each group, which a scheduler sets, are restored. So values that an optimizer
     keeps in its parameter groups, not in its state, begin anew. Values ``left_out`` of the checkpoint are unchanged.
     """
     groups = optimizer.param_groups

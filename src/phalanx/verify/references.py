@@ -55,7 +55,7 @@ class ReferenceRun:
     def record(self, job: Job, steps: tuple[int, int], folder: Path, watch: Watch = None) -> RunRecord:
         """Return the record of the loop: the plain one of ``job``, or the user's own.
 
-        It takes the first number of ``steps``; the plain one continues, at most to the second, until each parameter had
+        It takes the first number of ``steps``. The plain one continues, at most to the second, until each parameter had
         a gradient.
 
         Raises:

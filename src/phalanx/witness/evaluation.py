@@ -67,7 +67,7 @@ def _computed(name: str, metrics: list[Metric]) -> dict[str, float]:
 def sum_and_count(results: Sequence[tuple[Any, int]]) -> tuple[Any, Any]:
     """Return the sum of a loss and its count, from each micro-batch's result and samples.
 
-    A plain mean over the samples is a sum over them divided by their number; for several losses, their weighted means
+    A plain mean over the samples is a sum over them divided by their number. For several losses, their weighted means
     add up, with the first one's count.
     """
     first = results[0][0]

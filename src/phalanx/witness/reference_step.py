@@ -40,7 +40,7 @@ def take_first_step(
 ) -> Iterator[dict[str, Any]]:
     """Take it on ``device``, learning rates times ``lr_scale``; tensors go to ``file``; ``cut``: see ``Variation``.
 
-    Yields the rest as JSON: first without noise, which is 0 there, then with it; ``without`` has the reason if there is
+    Yields the rest as JSON: first without noise, which is 0 there, then with it. ``without`` has the reason if there is
     none. It seeds the global generators, and needs a process of its own.
     """
     from phalanx.witness.plain_loop import Witness, why_not  # of no use to the process that judges

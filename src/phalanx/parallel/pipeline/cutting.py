@@ -123,7 +123,7 @@ def _units(found: Program) -> tuple[str, ...]:
 def units(module: nn.Module, at_least: int) -> dict[nn.Module, str]:
     """Return the modules that run whole, with their names, in module order.
 
-    They are the repeated blocks and the modules with parameters beside them; if those are fewer than ``at_least``, the
+    They are the repeated blocks and the modules with parameters beside them. If those are fewer than ``at_least``, the
     largest are divided into their children.
     """
     found = _beside(module, set(blocks(module)))

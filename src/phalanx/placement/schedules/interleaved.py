@@ -18,7 +18,7 @@ def round_of(ranks: int, micros: int) -> int:
 def rounds(rank: int, ranks: int, chunks: int, micros: int, *, zero_bubble: bool) -> Iterator[Action]:
     """Yield interleaved 1F1B: Narayanan et al. 2021, section 2.2; with halves ZB1P: Qi et al. 2024, section 3.
 
-    Micro-batches go in rounds through one stage of the rank after the other. A round has as many as there are ranks; if
+    Micro-batches go in rounds through one stage of the rank after the other. A round has as many as there are ranks. If
     they do not divide evenly, one more, and the last round lacks some.
     """
     each = round_of(ranks, micros)

@@ -47,7 +47,7 @@ _LOOK = 0.2  # seconds between looks at who is there, while nothing comes in
 class Coordinator(Stepper):
     """The steps of a run with servers, from its work queue's present step.
 
-    ``server`` and ``store`` are server 0, which is here; ``report`` is called with each step that begins, and
+    ``server`` and ``store`` are server 0, which is here. ``report`` is called with each step that begins, and
     ``samples_before`` were trained on before this run.
     """
 
