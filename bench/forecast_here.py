@@ -240,9 +240,9 @@ def _steps(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _calibrated(path: Path) -> str:
-    from phalanx.cli.calibrate import command
+    from phalanx.cli.calibration import calibrate_command
 
-    command.main(["-o", str(path)], standalone_mode=False)
+    calibrate_command.main(["-o", str(path)], standalone_mode=False)
     return path.read_text()
 
 

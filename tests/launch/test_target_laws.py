@@ -19,8 +19,7 @@ from launched import await_steps, by_hand, write_job
 
 import phalanx as px
 from phalanx.cli import main
-from phalanx.cli.launch import command as launch_command
-from phalanx.cli.launch import launch_question
+from phalanx.cli.launch import launch_command, launch_question
 from phalanx.cli.settings import Given, earlier_run
 from phalanx.config import RunSpec
 from phalanx.errors import RunError, SpecError

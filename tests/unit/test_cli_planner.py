@@ -148,8 +148,8 @@ WRONG = [
     (("plan", GPT, "--on", "256xH100", "--batch", "2"), "--batch 256"),
     (("plan", GPT, "--on", "H100", "--because", "fdsp=2"), "fsdp=2"),
     (("plan", GPT, "--on", "8xH100", "--best", "devices"), "--deadline"),
-    (("scale", GPT, "--on", "H100", "--budget", "0"), "more than 0"),
-    (("scale", GPT, "--on", "H100", "--worth", "2"), "--worth 0.5"),
+    (("scale", GPT, "--on", "H100", "--budget", "0"), "range x>0"),
+    (("scale", GPT, "--on", "H100", "--worth", "2"), "range 0<x<=1"),
     (("scale", GPT, "--on", "H100", "--deadline", "soon"), "24h"),
 ]
 

@@ -15,9 +15,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx.cli import app, devices, main
+from phalanx.cli import app, main, plan_verbs
 from phalanx.cli.options import PlanText
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.output import Answer, json_option
 from phalanx.cli.settings import Given, earlier_run, settle
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.data import Ledger, MicroBatch, StepBatch
@@ -36,10 +36,9 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(action: Any) -> None:
         @click.command("try")
         @json_option
-        def command(as_json: bool) -> None:
+        def command() -> Answer:
             action()
-            if as_json:
-                print_json({"value": float("nan")})
+            return Answer({"value": float("nan")})
 
         monkeypatch.setattr(app.Verbs, "get_command", lambda self, ctx, name: command if name == "try" else None)
 
@@ -68,6 +67,13 @@ class TestHelp:
                 wrong.append(f"{verb}: {examples}, {sorted(used - known)}")
         assert wrong == []
         assert invoke("--version").stdout.startswith("phalanx, version ")
+
+    def test_every_setting_of_a_run_is_an_option_of_train_launch_and_check(self) -> None:
+        settings = {field.name for field in fields(RunSpec)} - {"job", "asked_plan"}
+        for verb in ("train", "launch", "check"):
+            command = main.get_command(click.Context(main), verb)
+            assert command is not None
+            assert settings <= {one.name for one in command.params if isinstance(one, click.Option) and one.help}, verb
 
     def test_neither_torch_nor_rich_is_imported(self) -> None:
         code = (
@@ -247,7 +253,7 @@ def test_a_broken_pipe_is_not_taken_for_a_closed_stdout(monkeypatch: pytest.Monk
     def broken(**given: Any) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr(devices.command, "callback", broken)
+    monkeypatch.setattr(plan_verbs.devices_command, "callback", broken)
     done = CliRunner().invoke(main, ["devices"])
     assert (done.exit_code, done.stdout) == (3, "")
     assert "has ended: [Errno 32] Broken pipe" in done.stderr

@@ -270,7 +270,6 @@ def test_a_name_stands_once_in_a_file() -> None:
 
 MUTABLE = {
     "checkpoint/background.py: _writers",  # threads that a fork has to wait for
-    "cli/output.py: _answers",  # what was stdout before it was given to answers alone
     "comm/mesh.py: _joins",
     "comm/process_group.py: _joins",
     "comm/process_group.py: _left",  # groups that outlive whoever used them

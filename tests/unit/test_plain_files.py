@@ -7,10 +7,11 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 
 from law_rows import in_one_test
-from phalanx.cli.options import deadline_of
+from phalanx.cli.options import duration
 from phalanx.config import Plan, RunSpec
 from phalanx.data.saved_batch import SavedBatch
 from phalanx.errors import SpecError, is_out_of_memory
@@ -140,7 +141,7 @@ NO_TIMES = ["", "m", "15", "0m", "-3s", "15 minutes", "20ms", "infs", "nand", "1
 @in_one_test(("text", "seconds"), TIMES.items())
 def test_a_time_means_the_same_wherever_it_is_given(text: str, seconds: float) -> None:
     run = RunSpec(job="digits.py", plan=Plan(), folder=Path("runs/1"), checkpoint_every=text)
-    assert parse_duration(text) == deadline_of(text) == run.save_seconds == pytest.approx(seconds)
+    assert parse_duration(text) == duration(text) == run.save_seconds == pytest.approx(seconds)
 
 
 @in_one_test(
@@ -154,8 +155,8 @@ def test_numbers_have_no_exponent(number: float, text: str) -> None:
 def test_what_is_no_time_is_refused_wherever_it_is_given(text: str) -> None:
     with pytest.raises(ValueError, match="s, m, h or d, such as 15m"):
         parse_duration(text)
-    with pytest.raises(SpecError, match="s, m, h or d"):
-        deadline_of(text)
+    with pytest.raises(click.BadParameter, match="s, m, h or d"):
+        duration(text)
     with pytest.raises(SpecError, match="s, m, h or d"):
         RunSpec(job="digits.py", plan=Plan(), folder=Path("runs/1"), checkpoint_every=text)
 

@@ -19,12 +19,11 @@ import pytest
 
 from law_rows import in_one_test
 from parsed_source import nodes_of
-from phalanx.cli.bench import command as bench
-from phalanx.cli.export import command as export
-from phalanx.cli.forecast import command as forecast
+from phalanx.cli.checkpoint_verbs import export_command
 from phalanx.cli.output import show_error
-from phalanx.cli.prove import command as prove
-from phalanx.cli.train import command as train
+from phalanx.cli.plan_verbs import forecast_command
+from phalanx.cli.train import train_command
+from phalanx.cli.trial_verbs import bench_command, prove_command
 from phalanx.config import Plan
 from phalanx.errors import LossError, PhalanxError, SpecError
 
@@ -82,14 +81,10 @@ def test_keys_are_read_where_the_table_says() -> None:
     assert less == {}, "no longer read there: PYTHONPATH=tests python tests/unit/test_plan_keys.py takes it out"
 
 
-VERBS = SOURCE / "cli"
-"""One file a verb, named as it: ``plan`` the verb may stand beside ``plan`` the text."""
-
-
 def modules(source: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted(source.rglob("*.py")):
-        if not path.stem.startswith("__") and VERBS not in path.parents:
+        if not path.stem.startswith("__"):
             found[path.stem].append(str(path.relative_to(source)))
     return found
 
@@ -116,7 +111,7 @@ OF_COMMANDS = (  # what these say is said by commands alone
 )
 OPTIONS = [
     name
-    for command in (train, prove, bench, forecast, export)
+    for command in (train_command, prove_command, bench_command, forecast_command, export_command)
     for one in command.params
     if isinstance(one, click.Option)
     for name in one.opts

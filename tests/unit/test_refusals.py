@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 import phalanx as px
 from law_rows import in_one_test
-from phalanx.cli import bench
+from phalanx.cli.trial_verbs import refuse_plans
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.demo.jobs import digits, gpt
 from phalanx.errors import Problem, RefusedError, SpecError
@@ -213,7 +213,7 @@ def test_every_verb_refuses_the_same_before_a_worker_starts(
     verbs: dict[str, Callable[[], Any]] = {
         "train": lambda: px.fit(given, plan, folder=tmp_path / "run"),
         "prove": lambda: px.prove(given, plan, steps=1),
-        "bench": lambda: bench.refuse_plans(given, [Plan(), plan]),
+        "bench": lambda: refuse_plans(given, [Plan(), plan]),
         "forecast": lambda: px.forecast(given, plan, cluster_for(plan)),
         "show": lambda: of_job(given, plan),
     }

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from phalanx import checkpoint
 from phalanx.checkpoint.best import BEST
 from phalanx.cli.settings import Given
-from phalanx.cli.train import command
+from phalanx.cli.train import train_command
 from phalanx.config import Plan, RunSpec
 from phalanx.config.run_files import EVENTS, LAUNCH_FILES, RUN_FILES
 from phalanx.errors import SpecError
@@ -140,11 +140,11 @@ def told(*argv: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def settle(job: str, **options: Any) -> None:
-        kept = {name for one in command.params if (name := one.name) not in ("launcher", "tensorboard")}
+        kept = {name for one in train_command.params if (name := one.name) not in ("launcher", "tensorboard")}
         given = Given.of(job, {name: options[name] for name in kept - {"job", "quiet", "explain", "as_json"}})
         found.update(resume=given.resume, from_step=given.from_step, **given.values)
 
-    tried = type(command)("train", callback=settle, params=command.params)
+    tried = type(train_command)("train", callback=settle, params=train_command.params)
     result = CliRunner().invoke(tried, argv, standalone_mode=False)
     if result.exception:
         raise result.exception

@@ -18,7 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 import phalanx as px
-from phalanx.cli import main, status
+from phalanx.cli import main, run_verbs
 from phalanx.errors import RunError
 from phalanx.events import EventLog, RunLog
 from phalanx.files import Token, release, take
@@ -136,7 +136,7 @@ def test_stop_signals_only_who_holds_the_lock(tmp_path: Path, monkeypatch: pytes
 class TestLogs:
     def test_nothing_that_was_printed_steers_a_terminal(self, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-        status.show("a\x1b]0;evil\x07\rb\n")
+        run_verbs.show_output("a\x1b]0;evil\x07\rb\n")
         assert capsys.readouterr().out == "a\\x1b]0;evil\\x07\nb\n"
 
     def test_no_link_and_no_fifo_is_read(self, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ class TestLogs:
         files = [tmp_path / "rank-1.log", tmp_path / "pods-rank-1.log"]
         (run_of(tmp_path) / files[1]).write_text("hello\n")
         monkeypatch.setattr(handed_over, "log_of", lambda *_: files.pop(0))
-        monkeypatch.setattr(status, "_SOON", 0.001)
+        monkeypatch.setattr(run_verbs, "_SOON", 0.001)
         assert invoke("logs", str(tmp_path), "--rank", "1", "--follow").stdout == "hello\n"
 
     def test_a_rank_that_is_not_there(self, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What goes to stdout and what to stderr. With ``--json``, stdout carries one JSON document and nothing else."""
+"""Output of verbs: the answer on stdout, everything else on stderr. With ``--json`` stdout is one JSON document."""
 
 from __future__ import annotations
 
@@ -11,188 +11,157 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any, TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 import click
 
+from phalanx.cli.options import FLAGS
 from phalanx.errors import PhalanxError, Problem, RefusedError, SpecError
 from phalanx.events import finite
 from phalanx.units import visible
 
-if TYPE_CHECKING:
-    from phalanx.launch.targets.target import Prepared
-
-STOPPED = 130  # exit code after Ctrl-C
+NO, STOPPED = 1, 130  # exit codes: the answer is no; after Ctrl-C
 
 
-def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The option ``--json``, as ``as_json``.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of a verb: ``told`` as JSON, or for a terminal the text, or rich's view by its number of columns."""
 
-    With it, whatever the command and its workers print to stdout goes to stderr; the command prints its answer by
-    ``print_json``.
+    told: dict[str, Any] = field(default_factory=dict)
+    shown: str | Callable[[int], Any] = ""
+    code: int = 0
+
+    def show(self, *, as_json: bool) -> None:
+        """Print it to stdout."""
+        if as_json:
+            if self.told:
+                print_json(self.told)
+        elif isinstance(self.shown, str):
+            click.echo(self.shown, nl=bool(self.shown))
+        else:
+            from phalanx.report.render import PlainConsole
+
+            console = PlainConsole()
+            console.print(self.shown(console.width), highlight=False)
+
+
+def json_option(function: Callable[..., Answer | None]) -> Callable[..., Any]:
+    """Add the option ``--json``, print the ``Answer`` that the command returns, and exit with its code.
+
+    With ``--json``, other output of the command and its workers goes to stderr.
     """
 
-    def run(*args: Any, as_json: bool, **kwargs: Any) -> Any:
-        with only_answers_on_stdout() if as_json else nullcontext():
-            return function(*args, as_json=as_json, **kwargs)
+    def run(*args: Any, as_json: bool, **kwargs: Any) -> None:
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            answer = function(*args, **kwargs) or Answer()
+        answer.show(as_json=as_json)
+        click.get_current_context().exit(answer.code)
 
-    return click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON on stdout.")(
-        update_wrapper(run, function)
-    )
-
-
-_answers: list[Any] = []
-
-
-@contextmanager
-def only_answers_on_stdout() -> Iterator[None]:
-    """Within the block, stdout is for ``print_json`` alone; everything else goes to stderr."""
-    _answers.append(sys.stdout)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        _answers.pop()
+    option = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON on stdout.")
+    return option(update_wrapper(run, function))
 
 
 def print_json(value: Any) -> None:
-    """Print ``value`` as one JSON document; numbers that JSON does not know become null."""
-    stdout = _answers[-1] if _answers else sys.stdout
-    print(json.dumps(finite(value), indent=2, default=str), file=stdout, flush=True)
+    """Print ``value`` as one JSON document; numbers unknown to JSON become null."""
+    print(json.dumps(finite(value), indent=2, default=str), flush=True)
 
 
-def answer(as_json: bool, told: dict[str, Any], view: Callable[[int], Any]) -> None:
-    """Print the answer: ``told`` as JSON, or what ``view`` makes of it for a terminal of so many columns."""
-    if as_json:
-        print_json(told)
-        return
-    from phalanx.report.render import PlainConsole
-
-    console = PlainConsole()
-    console.print(view(console.width), highlight=False)
-
-
-def show_prepared(prepared: Prepared, *, as_json: bool) -> None:
-    """Print all that a launch would write and run."""
-    if as_json:
-        print_json(prepared.to_dict())
-    else:
-        click.echo(prepared.shown())
+def write_page(path: Path, text: str, option: str = "--html") -> None:
+    """Write a page or picture into the file given by ``option``. Raises SpecError if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        given, fix = f"{path}: {getattr(error, 'strerror', None) or error}", f"{option} {path.name or 'file'}"
+        raise SpecError.of(option, given, "a file in a folder that exists and can be written to", fix) from None
+    if option != "-o":
+        click.echo(f"wrote {path}", err=True)
 
 
 def show_error(error: PhalanxError, *, as_json: bool) -> None:
-    """Print an error that was raised on purpose: one block on stderr, and its content as JSON on stdout if asked."""
-    word = "refused" if isinstance(error, RefusedError) else "error"
-    problems = [_as_options(one) for one in error.problems] if isinstance(error, SpecError) else []
-    if len(problems) > 1:
-        text = f"{len(problems)} things are wrong\n" + "\n".join(f"- {problem}" for problem in problems)
-    else:
-        text = str(problems[0]) if problems else _worded(error)
+    """Print an error that was raised on purpose to stderr, and as JSON to stdout if asked."""
+    problems = [_with_options(one) for one in error.problems] if isinstance(error, SpecError) else []
+    message = "\n".join(map(str, problems)) or _HINT.sub(lambda line: _options_in(line[0]), str(error))
     notes = list(getattr(error, "__notes__", ()))
+    text = f"{len(problems)} things are wrong\n- " + "\n- ".join(map(str, problems)) if problems[1:] else message
+    word = click.style("refused" if isinstance(error, RefusedError) else "error", fg="red", bold=True)
     text = visible("\n\n".join([text, *notes]))
-    click.echo(f"{click.style(word, fg='red', bold=True)}: {text}", err=True)
+    click.echo(f"{word}: {text}", err=True)
     if as_json:
-        message = "\n".join(map(str, problems)) if problems else _worded(error)
         told = {"kind": type(error).__name__, "message": message, "notes": notes}
-        told |= {"problems": [asdict(problem) for problem in problems], "exit_code": error.exit_code}
-        print_json({"error": told})
+        print_json({"error": told | {"problems": [asdict(one) for one in problems], "exit_code": error.exit_code}})
 
 
 _ARGUMENT = re.compile(r"""(\w+)=("[^"]*"|'[^']*'|[^\s,]+)(?:, |$)""")
-_SHORT = {"devices": "-n", "from_step": "--from", "folder": "--run", "cluster": "--on"}
-_WORDS = {("forecast", "anyway"): "--anyway", ("forecast", "none"): "--no-forecast", ("resume", "True"): "--resume"}
+_WORDS = {("forecast", "anyway"): "--anyway", ("forecast", "none"): "--no-forecast"}
+_FLAGS = ("adapter", "merged", "averaged")
+_PLACES = {"cluster": "--on", "target": "OUT", "run": "RUN", **{name: f"--{name}" for name in _FLAGS}}
 _SETTING = re.compile(
-    r"""(?<![\w.(])(?:resume|folder|from_step|plan|cluster|launcher|forecast|mirror|lr_scale|drift|on_nonfinite|on_spike|check)="""
-    r"""(?:"[^"]*"|'[^']*'|True|[\d.]*\d)(?:, (?=\w+=))?"""
-)  # those that errors advise besides what else there is to do
+    r"""(?<![\w.(])(resume|folder|from_step|plan|cluster|launcher|forecast|mirror|lr_scale|drift|on_nonfinite|on_spike|check"""
+    r"""|adapter|merged)=("[^"]*"|'[^']*'|True|[\d.]*\d)(, (?=\w+=))?"""
+)  # arguments in the advice of errors
+_CALLS = {
+    r'px\.prove\(job, (".*?")\)': r"phalanx prove FILE:job --plan \1",
+    r"px\.load\(folder, job\(\)\)(\.save_pretrained\(.*\))?": "phalanx export RUN OUT --job train.py",
+    r"run\.save_pretrained\(target\)": "phalanx export RUN OUT",
+}
 _HINT = re.compile(r"^ *(?:try|what to do): .*", re.MULTILINE)
 
 
-def _as_options(problem: Problem) -> Problem:
-    """A problem whose way out is an argument in Python, with the option of the command line in its place."""
-    if problem.where == "cluster":
-        problem = replace(problem, where="--on", fix=problem.fix.replace("batch=", "--batch "))
-    if not problem.where.startswith("run.") or _ARGUMENT.sub("", problem.fix):
-        return replace(problem, fix=_options_in(problem.fix))
-    return replace(problem, fix=" ".join(_option(name, value) for name, value in _ARGUMENT.findall(problem.fix)))
+def _with_options(problem: Problem) -> Problem:
+    """Return ``problem`` with options of the command line in place of Python's arguments."""
+    fix = problem.fix.replace("batch=", "--batch ") if problem.where == "cluster" else problem.fix
+    if problem.where.startswith("run.") and not _ARGUMENT.sub("", fix):
+        fix = " ".join(_option(name, value) for name, value in _ARGUMENT.findall(fix))
+    where = _PLACES.get(problem.where, problem.where)
+    allowed = _options_in(problem.allowed) if where.startswith("--") else problem.allowed
+    return replace(problem, where=where, allowed=allowed, fix=_options_in(fix))
 
 
 def _option(name: str, value: str) -> str:
-    """An argument in Python as an option."""
-    plain = value.strip("\"'")
+    plain, flag = value.strip("\"'"), FLAGS.get(name, f"--{name.replace('_', '-')}")
     shown = shlex.quote(plain) if name == "folder" else f'"{plain}"' if "=" in plain else plain
-    return _WORDS.get((name, plain), f"{_SHORT.get(name, '--' + name.replace('_', '-'))} {shown}")
-
-
-def _worded(error: PhalanxError) -> str:
-    """What a run failed by, with options in its advice."""
-    return _HINT.sub(lambda line: _options_in(line[0]), str(error))
+    return _WORDS.get((name, plain)) or (flag if plain == "True" else f"{flag} {shown}")
 
 
 def _options_in(line: str) -> str:
-    """A line of advice with options in place of settings of a run."""
-
-    def option(found: re.Match[str]) -> str:
-        name, _, value = found[0].removesuffix(", ").partition("=")
-        return _option(name, value) + (" " if found[0].endswith(", ") else "")
-
-    return _SETTING.sub(option, re.sub(r'px\.prove\(job, (".*?")\)', r"phalanx prove FILE:job --plan \1", line))
+    for call, verb in _CALLS.items():
+        line = re.sub(call, verb, line)
+    return _SETTING.sub(lambda found: _option(found[1], found[2]) + (" " if found[3] else ""), line)
 
 
-class Outlet(io.RawIOBase):
-    """One of the process's own streams, which may go away while the process goes on.
+class Outlet(io.FileIO):
+    """A standard stream that may close while the process goes on, as in ``phalanx train JOB | head``.
 
-    Whoever reads it may have seen enough (``phalanx train JOB | head``), its terminal may be gone, the disk it is
-    written to full. Then the rest goes nowhere: what a run prints is no reason to end it.
-
-    Attributes:
-        error: why; ``None`` as long as everything went there.
+    The rest of the output is then dropped: a run does not end because its output cannot be printed.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self.error: OSError | None = None
-        self._descriptor = descriptor
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
+    lost = ""
 
     def write(self, content: Any) -> int | None:
         try:
-            return os.write(self._descriptor, content)
-        except BlockingIOError:
-            return None
+            return super().write(content)
         except OSError as error:
-            self.error = error
+            if error.errno not in (errno.EPIPE, errno.EIO):  # else its reader has ended
+                self.lost = str(error.strerror)
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._descriptor)  # for workers, too, and what they start
+            os.dup2(nowhere, self.fileno())  # for workers, too, and what they start
             os.close(nowhere)
             return len(content)
-
-    @property
-    def lost(self) -> str:
-        """Why part of what was written is nowhere; empty where it is not, or nobody wanted to see it."""
-        gone = self.error is None or self.error.errno in (errno.EPIPE, errno.EIO)
-        return "" if gone or self.error is None else str(self.error.strerror)
 
 
 @contextmanager
 def streams_that_may_end() -> Iterator[Outlet | None]:
-    """Within, the process's stdout and stderr may go away; gives the outlet of stdout.
+    """Let the process's stdout and stderr close within the block; yield the outlet of stdout.
 
-    Nothing happens where they are not the process's own, such as in a test, and ``None`` is given.
+    Yields None if stdout is not the process's own, such as in a test.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
-        except OSError:  # closed by whoever started this process: else the next file opened would take its place
+        except OSError:  # closed before the process began: else the next file opened would take its place
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
     outlets = [_outlet(stream, number) for number, stream in enumerate(before, 1)]
@@ -207,7 +176,6 @@ def streams_that_may_end() -> Iterator[Outlet | None]:
 
 
 def _outlet(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper | None:
-    """The stream anew over an ``Outlet``; ``None`` where it is not the process's own."""
     own = sys.__stdout__ if descriptor == 1 else sys.__stderr__
     if stream is not own or not isinstance(stream, io.TextIOWrapper):
         return None
@@ -217,6 +185,6 @@ def _outlet(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper | None:
         stream.flush()
     except (OSError, ValueError):
         return None
-    buffer = io.BufferedWriter(Outlet(descriptor))
     lines = stream.line_buffering or descriptor == 2
+    buffer = io.BufferedWriter(Outlet(descriptor, "w", closefd=False))
     return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=lines)

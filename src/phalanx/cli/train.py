@@ -1,4 +1,4 @@
-"""``phalanx train``: one job, one plan, one run folder."""
+"""``phalanx train``: one job, one plan, one run folder; and ``worker``, a worker that another launcher starts."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.options import RunCommand, job_argument, run_options
-from phalanx.cli.output import STOPPED, json_option, print_json
-from phalanx.cli.settings import Given, earlier_run, params_settings, settle
+from phalanx.cli.options import FILE, RunCommand, job_argument, run_options
+from phalanx.cli.output import STOPPED, Answer, json_option
+from phalanx.cli.settings import Given, loaded_run
 from phalanx.config import Job, RunSpec
 from phalanx.config.run import override
 from phalanx.config.run_files import CHECKPOINTS, EVENTS
-from phalanx.errors import NoneWholeError, PhalanxError, RunError, WorkerError
+from phalanx.errors import NoneWholeError, PhalanxError, RunError, SpecError, WorkerError
 from phalanx.events import RunLog
 
 if TYPE_CHECKING:
-    from phalanx.events.following import Follower
+    from phalanx.events.following import Viewer
 
 
 @click.command("train", short_help="Train a job under a plan.", cls=RunCommand)
@@ -30,14 +29,14 @@ if TYPE_CHECKING:
 @run_options
 @click.option("--tensorboard", is_flag=True, help="Write TensorBoard files into the run folder, too.")
 @click.option("--quiet", is_flag=True, help="Show neither plan nor progress.")
-@click.option("--explain", is_flag=True, help="Show where each value came from.")
+@click.option("--explain", is_flag=True, help="Show the source of each value.")
 @json_option
-def command(job: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bool, **options: Any) -> None:
+def train_command(job: str, tensorboard: bool, quiet: bool, explain: bool, **options: Any) -> Answer:
     """Train JOB: a Python file with a function job(), file.py:name, or package.module:name.
 
-    Without --plan and -n the planner chooses for the CUDA devices here; where there is none it is one process. A plan
-    that is forecast not to fit into memory is refused. On --resume, what is not given is taken from the run's own
-    run.toml.
+    Without --plan and -n the planner chooses for the CUDA devices of this machine; without any, one process trains.
+    A plan that is forecast not to fit into memory is refused. With --resume, values that are not given are those of
+    the run's run.toml.
 
     \b
     Examples:
@@ -46,191 +45,148 @@ def command(job: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bo
       phalanx train examples/gpt.py --plan "fsdp=2 zero=3 micro=8" --steps 100
       phalanx train examples/digits.py --run runs/digits-1 --resume --epochs 10
     """
-
-    given = Given.of(job, options)
-    train(given, "local", RunDisplay(tensorboard, quiet, explain, as_json))
+    return train(Given.of(job, options), "local", quiet=quiet, tensorboard=tensorboard, explain=explain)
 
 
-@dataclass(frozen=True, slots=True)
-class RunDisplay:
-    """What is shown of a run, and how."""
-
-    tensorboard: bool = False
-    quiet: bool = False
-    explain: bool = False
-    as_json: bool = False
-
-
-def train(given: Given, launcher: str, how: RunDisplay) -> None:
-    """Train what is ``given`` by ``launcher``. Raises as ``fit`` does."""
-    earlier, job = earlier_run(given), given.job
-
-    from phalanx.launch.jobfile import declared_values, going_on, load_job
-
-    own = job
-    if earlier:
-        job = going_on(job, earlier.job)
-        given = replace(given, job=job)
-
-    loaded = load_job(job)
-    run, settings = settle(given, earlier, loaded)
-    settings += params_settings(job, declared_values(job), "argument" if own == job else "run file")
+def train(given: Given, launcher: str, *, quiet: bool, tensorboard: bool = False, explain: bool = False) -> Answer:
+    """Train as ``given`` by ``launcher``, showing plan and progress on stderr. Raises as ``fit`` does."""
+    job, run, settings = loaded_run(given)
 
     from rich.console import Group
 
     from phalanx.api import fit
-    from phalanx.report.tables import settings_table
-
-    output = _Output(loaded, run, quiet=how.quiet)
-    output.offer_scaling()
-    for setting in settings:
-        if setting.why and not how.quiet:
-            output.say(f"{setting.why}\n")
-    if how.explain and not how.as_json:
-        output.say(settings_table(settings))
-    with _told_how_to_go_on(run, launcher), output.follow(tensorboard=how.tensorboard) as follower:
-        fit(loaded, run=run, watch=follower, launcher=launcher)
-
+    from phalanx.events.following import Follower
     from phalanx.report.comparison import beside_table
+    from phalanx.report.progress import Damages, Opening, progress
+    from phalanx.report.render import PlainConsole
     from phalanx.report.samples_seen import samples_seen
+    from phalanx.report.shown_progress import TensorBoard
     from phalanx.report.summary import summarise
-    from phalanx.report.tables import summary_table
+    from phalanx.report.tables import settings_table, summary_table
+    from phalanx.train.batch_scaling import scaling_offer
+
+    stderr = PlainConsole(stderr=True)
+    if not quiet:
+        offer = scaling_offer(job.batch, run.batch or job.batch)
+        if offer and run.lr_scale == 1.0:
+            click.echo(f"{offer}\n", err=True)
+        for setting in settings:
+            if setting.why:
+                stderr.print(f"{setting.why}\n", highlight=False)
+    if explain:
+        stderr.print(settings_table(settings), highlight=False)
+    viewers: list[Viewer] = [Damages(stderr)]
+    if not quiet:
+        viewers = [Opening(stderr, _drawn(job, run, stderr.width)), progress(stderr)]
+    if tensorboard:
+        viewers.append(TensorBoard(run.folder / "tensorboard"))
+    with _resume_advice(run, launcher), Follower(run.folder / EVENTS, viewers) as follower:
+        fit(job, run=run, watch=follower, launcher=launcher)
 
     summary, samples = summarise(run.folder), samples_seen(run.folder)
-    if how.as_json:
-        explained = {"settings": [{"name": s.name, "value": s.value, "from": s.source} for s in settings]}
-        print_json({**summary.to_dict(), "seen_once": samples.once, **(explained if how.explain else {})})
-    else:
-        output.answer(Group(summary_table(summary, samples), *beside_table(summary, brief=True)))
+    told = {**summary.to_dict(), "seen_once": samples.once}
+    if explain:
+        told["settings"] = [{"name": one.name, "value": one.value, "from": one.source} for one in settings]
+    if not quiet:
+        stderr.print()
+    return Answer(told, lambda _: Group(summary_table(summary, samples), *beside_table(summary, brief=True)))
 
 
-class _Output:
-    """What one run says: the answer on stdout, everything before it on stderr."""
+def _drawn(job: Job, run: RunSpec, width: int) -> str:
+    from phalanx.launch.restarts import ElasticSize
+    from phalanx.parallel import device_kind
+    from phalanx.report.drawing import draw
 
-    def __init__(self, job: Job, run: RunSpec, *, quiet: bool) -> None:
-        from phalanx.report.render import PlainConsole
-
-        self._job, self._run, self._quiet = job, run, quiet
-        self._stderr = PlainConsole(stderr=True)
-
-    def say(self, something: Any) -> None:
-        """Show something on the way."""
-        self._stderr.print(something, highlight=False)
-
-    def answer(self, something: Any) -> None:
-        """Show the result."""
-        from phalanx.report.render import PlainConsole
-
-        if not self._quiet:
-            self._stderr.print()
-        PlainConsole().print(something, highlight=False)
-
-    def offer_scaling(self) -> None:
-        """Where the user changed the batch: what the usual rules make of the learning rate."""
-        from phalanx.train.batch_scaling import scaling_offer
-
-        offer = scaling_offer(self._job.batch, self._run.batch or self._job.batch)
-        if offer and self._run.lr_scale == 1.0 and not self._quiet:
-            click.echo(f"{offer}\n", err=True)
-
-    def follow(self, *, tensorboard: bool) -> Follower:
-        """What shows the run while it goes on: the plan, then its progress; of a quiet one what is damaged."""
-        from phalanx.events.following import Follower, Viewer
-        from phalanx.report.progress import Damages, Opening, progress
-        from phalanx.report.shown_progress import TensorBoard
-
-        viewers: list[Viewer] = [Damages(self._stderr)]
-        if not self._quiet:
-            viewers = [Opening(self._stderr, self._drawn()), progress(self._stderr)]
-        if tensorboard:
-            viewers.append(TensorBoard(self._run.folder / "tensorboard"))
-        return Follower(self._run.folder / EVENTS, viewers)
-
-    def _drawn(self) -> str:
-        from phalanx.launch.restarts import ElasticSize
-        from phalanx.parallel import device_kind
-        from phalanx.report.drawing import draw
-
-        plan, batch, others = self._run.plan, self._run.batch or self._job.batch, ""
-        if self._run.devices:
-            size = ElasticSize.of(override(self._job, self._run), self._run)
-            plan, others = size.plan, f"begins with {size.devices} of {size.numbers} devices\n"
-        drawn = draw(plan, batch=batch, device=device_kind(plan), width=self._stderr.width)
-        return f"{self._job.name} under {drawn}\n{others}"
+    plan, others = run.plan, ""
+    if run.devices:
+        size = ElasticSize.of(override(job, run), run)
+        plan, others = size.plan, f"begins with {size.devices} of {size.numbers} devices\n"
+    drawn = draw(plan, batch=run.batch or job.batch, device=device_kind(plan), width=width)
+    return f"{job.name} under {drawn}\n{others}"
 
 
 @contextmanager
-def _told_how_to_go_on(run: RunSpec, launcher: str) -> Iterator[None]:
-    """Where a run ends early: say where it is, and how to go on if there is something to go on from.
-
-    A run that came to its end as it was asked to stop has nothing to go on from, and has ended like any other.
-    """
+def _resume_advice(run: RunSpec, launcher: str) -> Iterator[None]:
+    """Say how to resume if the run within the block ends early."""
     began = time.time()
     try:
         yield
     except RunError as error:
         if run.folder.is_dir():
-            error.add_note(way_on(run, launcher, error))
+            error.add_note(_advice(run, launcher, error))
         raise
     except (KeyboardInterrupt, SystemExit) as stop:
         from phalanx.launch.reaper import SAVED
 
         if (isinstance(stop, KeyboardInterrupt) or stop.code == SAVED) and RunLog(run.folder).ended_since(began):
-            return
-        click.echo(f"stopped. {way_on(run, launcher)}", err=True)
+            return  # it had ended already
+        click.echo(f"stopped. {_advice(run, launcher)}", err=True)
         raise SystemExit(STOPPED if isinstance(stop, KeyboardInterrupt) else stop.code) from None
 
 
-def way_on(run: RunSpec, launcher: str, error: RunError | None = None) -> str:
-    """Where the folder of a run that ended early is, and the command that goes on with it.
-
-    ``error``: what it failed by. Where that would come again, it is to be mended first.
-    """
+def _advice(run: RunSpec, launcher: str, error: RunError | None = None) -> str:
     if not run.folder.is_dir():
-        return "nothing of it was written"
+        return "the run has written nothing"
     where = f"run folder: {run.folder}"
     if isinstance(error, NoneWholeError) or getattr(error, "kind", "") == NoneWholeError.__name__:
-        return f"{where}, of which no checkpoint is whole\n    {_without_checkpoint(run, launcher)}"
+        from phalanx.launch.runfile import next_free
+
+        copies = f"the copies in {run.mirror} do not help either, or are another run's"
+        if run.mirror is None:
+            copies = f"with copies elsewhere: {_command(run, launcher, '--resume', '--mirror', 'URL')}"
+        anew = _command(run, launcher, folder=next_free(run.folder))
+        return f"{where}, all of its checkpoints are damaged\n    try: {anew}, a new run\n    {copies}"
     newest = _newest(run.folder)
     if newest is None:
         return f"{where} (no checkpoint yet)"
-    # What came from outside, such as a signal, is nothing to be mended.
+    # A failure from outside, such as a signal, needs no mending.
     again = isinstance(error, WorkerError) and not error.kind.startswith("signal ")
-    first = "once what is named above is mended, " if again else ""
+    first = "mend the error above, then " if again else ""
     return f"{where}, newest checkpoint: {newest.name}\n    {first}try: {_command(run, launcher, '--resume')}"
 
 
 def _newest(folder: Path) -> Path | None:
-    """The newest checkpoint that is complete and that the run has not found damaged as it went on."""
+    """Return the newest checkpoint that is complete and that the run has not found damaged."""
     from phalanx.checkpoint import checkpoints
     from phalanx.report.progress import damages
 
     damaged = set[str]()
-    with suppress(PhalanxError, OSError):  # its log may say nothing yet
+    with suppress(PhalanxError, OSError):  # its log may be empty
         for event in RunLog(folder).part:
             if damages(event):
                 damaged.add(event["message"].partition(" ")[0])
-            elif event["event"] == "checkpoint":  # of that step once more, in the place of the damaged one
+            elif event["event"] == "checkpoint":  # saved anew in the place of the damaged one
                 damaged.discard(Path(event["path"]).name)
     found = checkpoints(folder / CHECKPOINTS)
     return next((one.path for one in found if one.whole and one.path.name not in damaged), None)
 
 
-def _without_checkpoint(run: RunSpec, launcher: str) -> str:
-    """What can be done about a run of which no checkpoint is whole."""
-    from phalanx.launch.runfile import next_free
-
-    anew = _command(run, launcher, folder=next_free(run.folder))
-    copies = f"the copies in {run.mirror} do not help either, or are another run's"
-    if run.mirror is None:
-        copies = f"with copies elsewhere: {_command(run, launcher, '--resume', '--mirror', 'URL')}"
-    return f"try: {anew}, a new run\n    {copies}"
-
-
 def _command(run: RunSpec, launcher: str, *options: str, folder: Path | None = None) -> str:
-    """The command that goes on with ``run``; what it does not say stands in the run file."""
+    verb = ["launch", run.job, "--to", launcher] if ":" in launcher else ["train", run.job]
     mirror = ["--mirror", run.mirror] if run.mirror and "--resume" in options else []
-    words = ["phalanx", "train", run.job, "--run", str(folder or run.folder), *options, *mirror]
-    if ":" in launcher:  # hosts of a file
-        words[1:3] = ["launch", run.job, "--to", launcher]
-    return shlex.join(words)
+    return shlex.join(["phalanx", *verb, "--run", str(folder or run.folder), *options, *mirror])
+
+
+@click.command("worker", short_help="Be one worker of a run; for torchrun.")
+@click.argument("runfile", type=FILE)
+@click.option("--job", default="", help="The job's file here, if not where RUNFILE says.")
+@json_option
+def worker_command(runfile: Path, job: str) -> Answer:
+    """Be one worker of the run that RUNFILE describes.
+
+    torchrun starts a worker for each device and tells each its rank; without torchrun, this is the only worker. The
+    plan in the file must be for as many workers as there are.
+
+    \b
+    Examples:
+      phalanx worker runs/digits-1/run.toml
+      torchrun --nproc-per-node 2 --no-python phalanx worker run.toml
+    """
+    from phalanx.launch.torchrun import place_of_this_process
+    from phalanx.launch.worker import main
+
+    code, place = main(runfile, job), None
+    with suppress(SpecError):  # main has shown it
+        place = place_of_this_process()
+    first = place is None or place.rank == 0
+    return Answer({"runfile": str(runfile), "exit_code": code} if first else {}, code=code)

@@ -104,44 +104,93 @@ _INITIAL = {
     "example": 'initial="path/to/folder"',
 }
 
-# fmt: off
 JOB_RULES = (
-    *(Veto(name, lambda job, name=name: getattr(job, name) is not_given and not job.phases, "none",
-           "a function, or phases with losses and optimizers of their own", example)
-      for name, example in (("loss", PLAIN_LOSS), ("optimizer", _OPTIMIZER))),
-    Veto("epochs", lambda job: (job.epochs is None) == (job.steps is None), "epochs={epochs}, steps={steps}",
-         "one of the two", "epochs=5"),
-    Veto("prefetch", lambda job: job.prefetch is not None and job.workers == 0, "{prefetch}",
-         "only together with workers=1 or more", "workers=2, prefetch={prefetch}"),
-    *(Veto(name, lambda job, name=name: getattr(job, name) and job.evaluate is None,
-           lambda job, name=name: shown(getattr(job, name)),
-           "only together with evaluate, which builds the data for it", "evaluate=lambda: dataset")
-      for name in ("metrics", "evaluate_every", "best")),
-    Veto("best.patience", lambda job: job.best and job.best.patience and not job.evaluate_every,
-         lambda job: str(job.best.patience),
-         "only together with evaluate_every: without it there is one evaluation, at the end",
-         lambda job: f"best=px.Best({job.best.metric!r}, patience={job.best.patience}), evaluate_every=100"),
-    Veto("shuffle", lambda job: job.sampler is not None and job.shuffle is not None,
-         "shuffle={shuffle} with a sampler", "None: the sampler says the order", "shuffle=None"),
-    Veto("batch", lambda job: job.batch_ramp and job.batch != max(job.batch_ramp.values()),
-         lambda job: f"batch={job.batch} with a batch_ramp whose largest is {max(job.batch_ramp.values())}",
-         "the largest of batch_ramp as batch: plans, forecasts and evaluation are for it",
-         lambda job: f"batch={max(job.batch_ramp.values())}"),
-    Veto("sampler", lambda job: _unlike(job) and isinstance(job.sampler, Sampler) and job.sampler.by_batch,
-         lambda job: f"a sampler that is called with the batch (px.buckets, by_batch=True), and {_unlike(job)}",
-         "a sampler of (seed, epoch): an epoch may have batches of more than one size",
-         lambda job: f"sampler=None, or {_unlike(job)}=None"),
-    Veto("schedule.warmup_samples", lambda job: _unlike(job) and warms_up_in_samples(job),
-         lambda job: f"a warm-up in samples with {_unlike(job)}",
-         "warmup_steps: steps have unlike numbers of samples", "warmup_steps=100"),
-    Veto("batch_ramp", lambda job: job.batch_tokens is not None and job.batch_ramp is not None,
-         "batch_tokens and a batch_ramp, which counts samples", "one of the two", "batch_ramp=None"),
-    Veto("drop_last", lambda job: job.batch_tokens is not None and job.drop_last, "drop_last=True with batch_tokens",
-         "False: the last step of an epoch has what is left, divided by its own count", "drop_last=False"),
+    *(
+        Veto(
+            name,
+            lambda job, name=name: getattr(job, name) is not_given and not job.phases,
+            "none",
+            "a function, or phases with losses and optimizers of their own",
+            example,
+        )
+        for name, example in (("loss", PLAIN_LOSS), ("optimizer", _OPTIMIZER))
+    ),
+    Veto(
+        "epochs",
+        lambda job: (job.epochs is None) == (job.steps is None),
+        "epochs={epochs}, steps={steps}",
+        "one of the two",
+        "epochs=5",
+    ),
+    Veto(
+        "prefetch",
+        lambda job: job.prefetch is not None and job.workers == 0,
+        "{prefetch}",
+        "only together with workers=1 or more",
+        "workers=2, prefetch={prefetch}",
+    ),
+    *(
+        Veto(
+            name,
+            lambda job, name=name: getattr(job, name) and job.evaluate is None,
+            lambda job, name=name: shown(getattr(job, name)),
+            "only together with evaluate, which builds the data for it",
+            "evaluate=lambda: dataset",
+        )
+        for name in ("metrics", "evaluate_every", "best")
+    ),
+    Veto(
+        "best.patience",
+        lambda job: job.best and job.best.patience and not job.evaluate_every,
+        lambda job: str(job.best.patience),
+        "only together with evaluate_every: without it there is one evaluation, at the end",
+        lambda job: f"best=px.Best({job.best.metric!r}, patience={job.best.patience}), evaluate_every=100",
+    ),
+    Veto(
+        "shuffle",
+        lambda job: job.sampler is not None and job.shuffle is not None,
+        "shuffle={shuffle} with a sampler",
+        "None: the sampler says the order",
+        "shuffle=None",
+    ),
+    Veto(
+        "batch",
+        lambda job: job.batch_ramp and job.batch != max(job.batch_ramp.values()),
+        lambda job: f"batch={job.batch} with a batch_ramp whose largest is {max(job.batch_ramp.values())}",
+        "the largest of batch_ramp as batch: plans, forecasts and evaluation are for it",
+        lambda job: f"batch={max(job.batch_ramp.values())}",
+    ),
+    Veto(
+        "sampler",
+        lambda job: _unlike(job) and isinstance(job.sampler, Sampler) and job.sampler.by_batch,
+        lambda job: f"a sampler that is called with the batch (px.buckets, by_batch=True), and {_unlike(job)}",
+        "a sampler of (seed, epoch): an epoch may have batches of more than one size",
+        lambda job: f"sampler=None, or {_unlike(job)}=None",
+    ),
+    Veto(
+        "schedule.warmup_samples",
+        lambda job: _unlike(job) and warms_up_in_samples(job),
+        lambda job: f"a warm-up in samples with {_unlike(job)}",
+        "warmup_steps: steps have unlike numbers of samples",
+        "warmup_steps=100",
+    ),
+    Veto(
+        "batch_ramp",
+        lambda job: job.batch_tokens is not None and job.batch_ramp is not None,
+        "batch_tokens and a batch_ramp, which counts samples",
+        "one of the two",
+        "batch_ramp=None",
+    ),
+    Veto(
+        "drop_last",
+        lambda job: job.batch_tokens is not None and job.drop_last,
+        "drop_last=True with batch_tokens",
+        "False: the last step of an epoch has what is left, divided by its own count",
+        "drop_last=False",
+    ),
     *LOSS_RULES,
     *PHASE_RULES,
 )
-# fmt: on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -167,15 +167,22 @@ LOSS = {
 }
 """Metadata of ``Job.loss``."""
 
-# fmt: off
 LOSS_RULES = (
-    Veto("loss", lambda job: isinstance(job.loss, ModelLoss) and job.loss_over == "batch",
-         'loss_over="batch" with px.model_loss(), which the model computes for each micro-batch',
-         "a function of the outputs of the whole batch", 'loss_over="samples"'),
-    Veto("loss", lambda job: isinstance(job.loss, Losses) and job.loss.counts and job.loss_over == "batch",
-         'px.Losses(counts=...) with loss_over="batch": counts are at hand', "px.Losses without counts", EXAMPLE),
+    Veto(
+        "loss",
+        lambda job: isinstance(job.loss, ModelLoss) and job.loss_over == "batch",
+        'loss_over="batch" with px.model_loss(), which the model computes for each micro-batch',
+        "a function of the outputs of the whole batch",
+        'loss_over="samples"',
+    ),
+    Veto(
+        "loss",
+        lambda job: isinstance(job.loss, Losses) and job.loss.counts and job.loss_over == "batch",
+        'px.Losses(counts=...) with loss_over="batch": counts are at hand',
+        "px.Losses without counts",
+        EXAMPLE,
+    ),
 )
-# fmt: on
 """Rules of a job about its loss."""
 
 
@@ -199,13 +206,16 @@ def _listed(names: Any) -> str:
     return ", ".join(map(str, names)) or "none"
 
 
-# fmt: off
 _METRIC_RULES = (
-    Veto("rows", lambda one: {*one.sums} & {*one.rows}, lambda one: ", ".join(sorted({*one.sums} & {*one.rows})),
-         "names that sums does not have", ""),
+    Veto(
+        "rows",
+        lambda one: {*one.sums} & {*one.rows},
+        lambda one: ", ".join(sorted({*one.sums} & {*one.rows})),
+        "names that sums does not have",
+        "",
+    ),
     Veto("sums", lambda one: not (one.sums or one.rows), "neither sums nor rows", "names → tensors", ""),
 )
-# fmt: on
 _METRIC = "px.Metric(sums={{'right': right, 'all': count}}, compute=lambda right, all: right / all)"
 
 

@@ -22,22 +22,49 @@ _STEPWISE = 'decay="step", milestones=(1000, 2000), gamma=0.1'
 _DECAY = 0.999
 
 
-# fmt: off
 _SCHEDULE_RULES = (
-    Veto("decay", lambda one: one.function is not None and one.decay != "constant", "{decay!r}",
-         "one of the two: a decay, or a function of your own", _OWN),
-    Veto("warmup_samples", lambda one: one.warmup_steps and one.warmup_samples, "{warmup_samples}",
-         "one of warmup_steps and warmup_samples", "warmup_steps=100"),
-    Veto("milestones", lambda one: one.decay == "step" and not one.milestones, "{milestones}",
-         "the steps at which to decay", _STEPWISE),
-    *(Veto(name, lambda one, name=name, plain=plain: getattr(one, name) != plain and one.decay != "step",
-           f"{{{name}!r}}", "only with decay step, not with {decay}", _STEPWISE)
-      for name, plain in (("milestones", ()), ("gamma", 0.1))),
-    *(Veto(name, lambda one, name=name, plain=plain: getattr(one, name) != plain and one.decay in ("constant", "step"),
-           f"{{{name}!r}}", "only with decay linear or cosine, not with {decay}", f'decay="cosine", {name}={{{name}}}')
-      for name, plain in (("floor", 0.0), ("total_steps", None))),
+    Veto(
+        "decay",
+        lambda one: one.function is not None and one.decay != "constant",
+        "{decay!r}",
+        "one of the two: a decay, or a function of your own",
+        _OWN,
+    ),
+    Veto(
+        "warmup_samples",
+        lambda one: one.warmup_steps and one.warmup_samples,
+        "{warmup_samples}",
+        "one of warmup_steps and warmup_samples",
+        "warmup_steps=100",
+    ),
+    Veto(
+        "milestones",
+        lambda one: one.decay == "step" and not one.milestones,
+        "{milestones}",
+        "the steps at which to decay",
+        _STEPWISE,
+    ),
+    *(
+        Veto(
+            name,
+            lambda one, name=name, plain=plain: getattr(one, name) != plain and one.decay != "step",
+            f"{{{name}!r}}",
+            "only with decay step, not with {decay}",
+            _STEPWISE,
+        )
+        for name, plain in (("milestones", ()), ("gamma", 0.1))
+    ),
+    *(
+        Veto(
+            name,
+            lambda one, name=name, plain=plain: getattr(one, name) != plain and one.decay in ("constant", "step"),
+            f"{{{name}!r}}",
+            "only with decay linear or cosine, not with {decay}",
+            f'decay="cosine", {name}={{{name}}}',
+        )
+        for name, plain in (("floor", 0.0), ("total_steps", None))
+    ),
 )
-# fmt: on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,15 +153,25 @@ def schedule_problems(given: Any) -> list[Problem]:
     return []
 
 
-# fmt: off
 _CLIP_RULES = (
-    Veto("", lambda one: (one.norm is None) == (one.value is None), "norm={norm}, value={value}", "one of the two",
-         "norm=1.0"),
-    *(Veto(name, lambda one, name=name, plain=plain: one.norm is None and one.value and getattr(one, name) != plain,
-           f"{{{name}!r}}", "only with norm: each value is clipped by itself", "value={value}")
-      for name, plain in (("norm_type", 2), ("per", "all"))),
+    Veto(
+        "",
+        lambda one: (one.norm is None) == (one.value is None),
+        "norm={norm}, value={value}",
+        "one of the two",
+        "norm=1.0",
+    ),
+    *(
+        Veto(
+            name,
+            lambda one, name=name, plain=plain: one.norm is None and one.value and getattr(one, name) != plain,
+            f"{{{name}!r}}",
+            "only with norm: each value is clipped by itself",
+            "value={value}",
+        )
+        for name, plain in (("norm_type", 2), ("per", "all"))
+    ),
 )
-# fmt: on
 
 
 def _is_norm_type(given: Any) -> bool:
@@ -170,10 +207,13 @@ class Clip(SelfChecked, where="clip", call="px.Clip({})", rules=_CLIP_RULES):
         return self.norm is not None and self.norm_type == 2 and self.per == "all"
 
 
-# fmt: off
-_DECAYS = Veto("decay", lambda one: one.kind != "ema" and one.decay is not None, "{decay}",
-               "only with kind=ema: the {kind} weighs all alike", 'kind="mean", start=1000')
-# fmt: on
+_DECAYS = Veto(
+    "decay",
+    lambda one: one.kind != "ema" and one.decay is not None,
+    "{decay}",
+    "only with kind=ema: the {kind} weighs all alike",
+    'kind="mean", start=1000',
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -124,22 +124,46 @@ def _repeated(phases: Sequence[Phase]) -> str:
     return ", ".join(sorted({name for name in names if names.count(name) > 1}))
 
 
-# fmt: off
 PHASE_RULES = (
-    *(Veto(name, lambda job, name=name: job.phases and getattr(job, name) is not not_given, f"{name} and phases",
-           "one of the two: each phase has its own", _EXAMPLE) for name in ("loss", "optimizer")),
-    Veto("phases", lambda job: _repeated(job.phases), lambda job: f"two phases called {_repeated(job.phases)}",
-         "a name of its own for each phase", _EXAMPLE),
-    Veto("phases", lambda job: job.phases and job.phases[0].every != 1,
-         lambda job: f"{job.phases[0].name} first, with every={job.phases[0].every}",
-         "a first phase with every=1: its loss is the one that the run logs in each step",
-         lambda job: f"phases=[px.Phase(name={job.phases[0].name!r}, every=1, ...), ...]"),
-    Veto("loss_over", lambda job: job.phases and job.loss_over != "samples", "loss_over={loss_over!r} and phases",
-         'loss_over="samples": each phase has a loss of its own', 'loss_over="samples"'),
-    Veto("average", lambda job: job.phases and job.average is not None, "{average}",
-         "None beside phases: their updates come at different times", "average=None"),
+    *(
+        Veto(
+            name,
+            lambda job, name=name: job.phases and getattr(job, name) is not not_given,
+            f"{name} and phases",
+            "one of the two: each phase has its own",
+            _EXAMPLE,
+        )
+        for name in ("loss", "optimizer")
+    ),
+    Veto(
+        "phases",
+        lambda job: _repeated(job.phases),
+        lambda job: f"two phases called {_repeated(job.phases)}",
+        "a name of its own for each phase",
+        _EXAMPLE,
+    ),
+    Veto(
+        "phases",
+        lambda job: job.phases and job.phases[0].every != 1,
+        lambda job: f"{job.phases[0].name} first, with every={job.phases[0].every}",
+        "a first phase with every=1: its loss is the one that the run logs in each step",
+        lambda job: f"phases=[px.Phase(name={job.phases[0].name!r}, every=1, ...), ...]",
+    ),
+    Veto(
+        "loss_over",
+        lambda job: job.phases and job.loss_over != "samples",
+        "loss_over={loss_over!r} and phases",
+        'loss_over="samples": each phase has a loss of its own',
+        'loss_over="samples"',
+    ),
+    Veto(
+        "average",
+        lambda job: job.phases and job.average is not None,
+        "{average}",
+        "None beside phases: their updates come at different times",
+        "average=None",
+    ),
 )
-# fmt: on
 """Rules of a job about its phases."""
 
 

@@ -45,22 +45,31 @@ def _interval(given: object) -> bool:
         return False
 
 
-_PLAN = {"allowed": "a plan as one line of text", "example": 'plan="dp=2"', "read": Plan.parse}
+_PLAN = {
+    "allowed": "a plan as one line of text",
+    "read": Plan.parse,
+    "example": 'plan="dp=2"',
+    "help": 'How to split the work: "dp=2", "fsdp=2 zero=3 micro=8", or a plan.toml.',
+}
 _FOLDER = {  # a line break would begin a command of its own in a batch script
     "accepts": lambda given: isinstance(given, Path) and str(given).isprintable(),
     "allowed": "a path, one printable line",
     "read": Path,
     "example": 'folder="runs/digits-1"',
+    "flag": "--run",
+    "help": "Run folder [runs/JOB-N].",
 }
 _INTERVAL = {
     "accepts": _interval,
     "allowed": f"steps, 0 or more, or a time above 0 in {DURATION_UNITS}; 0: a checkpoint at the end only",
     "example": 'checkpoint_every="15m"',
+    "help": "Steps or time (90s, 15m, 2h) between checkpoints.",
 }
 _MIRROR = {
     "accepts": lambda given: given is None or (isinstance(given, str) and "://" in given),
     "allowed": "a URL that fsspec reaches: s3://, gs://, abfs://, sftp://, file://",
     "example": 'mirror="s3://bucket/runs/1"',
+    "help": "Copy checkpoints to this URL, such as s3://bucket/runs/1.",
 }
 
 
@@ -81,27 +90,56 @@ def _without_password(run: Any) -> tuple[str, str]:
     return f"FSSPEC_{scheme.upper()}_PASSWORD", f"{scheme}://{user and user + '@'}{rest}"
 
 
-# fmt: off
 _RULES = (
-    Veto("mirror", lambda run: run.mirror and _PASSWORD.match(run.mirror),
-         "a URL with a password before @, which would stand in run.toml and in what a launch sends",
-         lambda run: f"a URL without: fsspec takes it from {_without_password(run)[0]} or ~/.config/fsspec, "
-                     "where the workers run",
-         lambda run: f'mirror="{_without_password(run)[1]}"'),
-    Veto("from_step", lambda run: run.from_step is not None and run.resume is not True,
-         "from_step={from_step} with resume={resume!r}", "only together with resume=True", "resume=True"),
-    Veto("epochs", lambda run: run.epochs is not None and run.steps is not None, "epochs and steps", "one of the two",
-         "steps=100"),
-    Veto("on_spike", lambda run: run.spike is None and run.on_spike != "stop",
-         "{on_spike!r} without spike, so that none is looked for", "together with spike",
-         'spike=10, on_spike="{on_spike}"'),
-    *(Veto(name, lambda run, name=name: getattr(run, name) == "rollback" and keeps_from_going_back(run.plan),
-           "'rollback' with plan {plan}", lambda run: f"stop or skip: {keeps_from_going_back(run.plan)}",
-           f'{name}="skip"') for name in ("on_nonfinite", "on_spike")),
-    Veto("checkpoint", lambda run: run.checkpoint != "all" and (run.plan.server or run.plan.sync != "each"),
-         "{checkpoint!r} with plan {plan}", "all with servers and with replicas that step apart", 'checkpoint="all"'),
+    Veto(
+        "mirror",
+        lambda run: run.mirror and _PASSWORD.match(run.mirror),
+        "a URL with a password before @, which would stand in run.toml and in what a launch sends",
+        lambda run: (
+            f"a URL without: fsspec takes it from {_without_password(run)[0]} or ~/.config/fsspec, "
+            "where the workers run"
+        ),
+        lambda run: f'mirror="{_without_password(run)[1]}"',
+    ),
+    Veto(
+        "from_step",
+        lambda run: run.from_step is not None and run.resume is not True,
+        "from_step={from_step} with resume={resume!r}",
+        "only together with resume=True",
+        "resume=True",
+    ),
+    Veto(
+        "epochs",
+        lambda run: run.epochs is not None and run.steps is not None,
+        "epochs and steps",
+        "one of the two",
+        "steps=100",
+    ),
+    Veto(
+        "on_spike",
+        lambda run: run.spike is None and run.on_spike != "stop",
+        "{on_spike!r} without spike, so that none is looked for",
+        "together with spike",
+        'spike=10, on_spike="{on_spike}"',
+    ),
+    *(
+        Veto(
+            name,
+            lambda run, name=name: getattr(run, name) == "rollback" and keeps_from_going_back(run.plan),
+            "'rollback' with plan {plan}",
+            lambda run: f"stop or skip: {keeps_from_going_back(run.plan)}",
+            f'{name}="skip"',
+        )
+        for name in ("on_nonfinite", "on_spike")
+    ),
+    Veto(
+        "checkpoint",
+        lambda run: run.checkpoint != "all" and (run.plan.server or run.plan.sync != "each"),
+        "{checkpoint!r} with plan {plan}",
+        "all with servers and with replicas that step apart",
+        'checkpoint="all"',
+    ),
 )
-# fmt: on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,30 +184,45 @@ class RunSpec(SelfChecked, where="run", rules=_RULES):
 
     job: str = field(metadata={"example": 'job="examples/digits.py"'})
     plan: Plan = field(metadata=_PLAN)
+    devices: str | None = option(
+        None, 'devices="1:4"', flag="-n", help="Devices, or 1:4: 1 to 4; without a plan as many replicas."
+    )
     folder: Path = field(metadata=_FOLDER)
-    resume: Resume = option(False, "resume=True", allowed='true, false or "auto"')
-    from_step: int | None = option(None, least=0)
-    batch: int | None = option(None, least=1)
-    epochs: int | None = option(None, least=1)
-    steps: int | None = option(None, least=1)
-    lr_scale: float = option(1.0, "lr_scale=2", above=0)
+    resume: Resume = option(
+        False,
+        "resume=True",
+        allowed='true, false or "auto"',
+        help="Resume from the newest checkpoint; auto: if there is one.",
+    )
+    from_step: int | None = option(None, least=0, flag="--from", help="Resume from the checkpoint of this step.")
+    batch: int | None = option(None, least=1, help="Global batch, in place of the job's.")
+    lr_scale: float = option(1.0, "lr_scale=2", above=0, help="Factor on every learning rate.")
+    steps: int | None = option(None, least=1, help="Optimizer steps, in place of the job's length.")
+    epochs: int | None = option(None, least=1, help="Passes over the data, in place of the job's length.")
     checkpoint_every: int | str = option("15m", **_INTERVAL)
-    checkpoint: Content = "all"
-    keep: int = option(2, least=1)
-    keep_every: int | None = option(None, least=1)
+    checkpoint: Content = option("all", help="Parameters that checkpoints hold.")
+    keep: int = option(2, least=1, help="Checkpoints to keep.")
+    keep_every: int | None = option(None, least=1, help="Keep also checkpoints whose step is a multiple of this.")
     mirror: str | None = option(None, **_MIRROR)
-    grace: float = option(30.0, "grace=30", least=0, of="seconds")
-    restarts: int = option(3, least=0)
-    devices: str | None = option(None, 'devices="1:4"')
-    log_every: int = option(1, least=1)
-    on_nonfinite: Answer = option("stop", 'on_nonfinite="skip"')
-    spike: float | None = option(None, "spike=10", above=0, of="deviations")
-    on_spike: Answer = option("stop", 'on_spike="skip"')
-    timeout: float = option(TIMEOUT, "timeout=600", least=1, most=86_400, of="seconds")
-    drift: DriftPolicy = "stop"
-    drift_every: int = option(DRIFT_EVERY, least=1)
+    grace: float = option(
+        30.0, "grace=30", least=0, of="seconds", help="Seconds for the last checkpoint when asked to stop; 0: none."
+    )
+    restarts: int = option(3, least=0, help="Restarts of all workers after one is lost.")
+    log_every: int = option(1, least=1, help="Steps between lines in events.jsonl.")
+    on_nonfinite: Answer = option(
+        "stop", 'on_nonfinite="skip"', help="Action on a loss, gradient or parameter that is not finite."
+    )
+    spike: float | None = option(
+        None, "spike=10", above=0, of="deviations", help="Deviations above the median that make a loss a spike."
+    )
+    on_spike: Answer = option("stop", 'on_spike="skip"', help="Action on a spike.")
+    timeout: float = option(
+        TIMEOUT, "timeout=600", least=1, most=86_400, of="seconds", help="Seconds that ranks wait for a missing rank."
+    )
+    drift: DriftPolicy = option("stop", help="Action if replicas differ.")
+    drift_every: int = option(DRIFT_EVERY, least=1, help="Steps between comparisons of a fifth of the parameters.")
     forecast: Foresight = "refuse"
-    check: Check = "first-step"
+    check: Check = option("first-step", help="Compare the first step with one device, or not.")
     asked_plan: Plan | None = option(None, in_file=False)
 
     def settle(self) -> None:
