@@ -383,7 +383,7 @@ STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2, "
 
 _WORDS = (Precision, Recompute, Offload, Schedule, Attention, Sync, Outer)
 _NAMES = ("precision", "recompute", "offload", "schedule", "attention", "sync", "outer")
-CHOICES: dict[str, tuple[str, ...]] = dict(zip(_NAMES, map(get_args, _WORDS), strict=True))
+CHOICES = {name: get_args(words) for name, words in zip(_NAMES, _WORDS, strict=True)}
 """Words of the keys that take one of a few."""
 
 
