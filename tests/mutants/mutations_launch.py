@@ -188,8 +188,8 @@ LAUNCH = (
     Mutation(
         "hosts: little room for a checkpoint fails only once it is full",
         "launch/check_findings.py",
-        "room, _ROOM, h.folder_free < state)",
-        "room, _ROOM, h.folder_free <= 0)",
+        "what, _ROOM, h.folder_free < state)",
+        "what, _ROOM, h.folder_free <= 0)",
         (f"test {HOSTS} one_fault",),
     ),
     Mutation(
