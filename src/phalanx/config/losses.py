@@ -180,7 +180,7 @@ LOSS_RULES = (
         lambda job: isinstance(job.loss, Losses) and job.loss.counts and job.loss_over == "batch",
         'px.Losses(counts=...) with loss_over="batch": counts are at hand',
         "px.Losses without counts",
-        EXAMPLE,
+        lambda _: EXAMPLE,
     ),
 )
 """Rules of a job about its loss."""
