@@ -45,7 +45,8 @@ class Containers:
         prepared = SageMakerTarget("").prepare(given)
         self._asked: dict[str, Any] = json.loads(prepared.files[given.folder / "training-job.json"])
         self._runfile, self._code = prepared.files[given.runfile], folder / "code.tar.gz"
-        CodePack.of(Path(given.run.job).parent, without=given.run.folder).write(self._code)
+        digest = CodePack.of(Path(given.run.job).parent, without=given.run.folder).write(self._code)
+        self._asked["HyperParameters"]["code.tar.gz-sha256"] = digest  # as submit does
         self._folder, self._hosts = folder, hosts
         self._names = [hosts.address(number) for number in range(hosts.count)] if hosts else ["algo-1"]
         self.roots = [folder / f"algo-{number + 1}" for number in range(len(self._names))]
