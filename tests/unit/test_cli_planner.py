@@ -280,7 +280,7 @@ def test_everything_wrong_in_a_file_is_said_at_once() -> None:
         "groups[0].link.name",
         "network.latency",
     }
-    assert set(problems(Cluster.from_toml, "price = 1")) == {"cluster.price", "cluster.groups", "network"}
+    assert set(problems(Cluster.from_toml, "price = 1")) == {"cluster.price", "cluster.groups", "cluster.network"}
 
 
 def test_everything_wrong_in_a_part_is_said_at_once() -> None:
