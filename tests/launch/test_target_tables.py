@@ -263,6 +263,7 @@ STATES: dict[str, list[tuple[Any, str, str]]] = {
         (said_by_sky("CANCELLED"), "", "stopped"),
         *((said_by_sky(state), "", "failed") for state in ("FAILED", "FAILED_SETUP", "FAILED_NO_RESOURCE")),
         (RunError("No in-progress managed jobs"), "", "unknown"),
+        *((strange, "", "unknown") for strange in ("[1, 2]", '[{"a": 1}]', "[" * 100_000, '{"jobs": 3}')),
         *FORGOTTEN,
     ],
 }

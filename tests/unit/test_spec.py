@@ -304,3 +304,21 @@ def test_what_a_model_is_written_to(tmp_path: Path) -> None:
         refuse_target(tmp_path / "there")
     (problem,) = refused.value.problems
     assert (problem.where, problem.fix) == ("target", str(tmp_path / "there-1"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: px.Schedule(floor=7, function=lambda: 1),
+        lambda: px.Plan(schedule={}, stages=[-1]),
+        lambda: RunSpec.from_toml('job = "a.py"\nplan = "dp=2"\nfolder = "r"\nstpes = 60\n'),
+    ],
+)
+def test_a_wrong_field_keeps_others_from_failing(make: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        make()
+    assert all(
+        problem.fix.startswith(("steps=", "schedule=", "px.Schedule", "pp", "stages"))
+        for problem in caught.value.problems
+    )

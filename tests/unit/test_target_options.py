@@ -231,7 +231,7 @@ class TestSky:
             ("gpu=H100:8", "'sky:gpu=H100:8', with gpu", "--to sky:gpus=H100:8,cloud=aws,spot"),
             ("gpus=H100:many", "'sky:gpus=H100:many', with gpus", "--to sky:gpus=H100:8,cloud=aws,spot"),
             ("cpus=4,cpus=8", "'sky:cpus=4,cpus=8', with a key twice", "--to sky:gpus=H100:8,cloud=aws,spot"),
-            ("gpus=H1000:8", "'H1000'", "H100"),
+            ("gpus=H1000:8", "'H1000'", "--to sky:gpus=H100:8"),
         ],
     )
     def test_an_address_that_cannot_be_is_refused(self, address: str, given: str, fix: str) -> None:

@@ -39,7 +39,7 @@ def _peak_problems(given: Any) -> list[Problem]:
 
 
 _KIND = {
-    "accepts": lambda kind: kind in hardware_names(),
+    "accepts": lambda kind: isinstance(kind, str) and kind in hardware_names(),
     "allowed": lambda: ", ".join(hardware_names()),
     "example": lambda kind: f'kind = "{nearest(str(kind), hardware_names(), cutoff=0.5)}"',
 }

@@ -136,7 +136,7 @@ def problems_of(model: SelfChecked) -> list[Problem]:
                 problems.append(_broken(rule, view, cls))
         except UnreadableError:
             continue
-    return [*problems, *model.more_problems()]
+    return problems or [*model.more_problems()]
 
 
 def _broken(rule: Veto, view: View, cls: type[SelfChecked]) -> Problem:
@@ -238,8 +238,8 @@ def _accepts(hint: Any, meta: Mapping[str, Any]) -> Check:
 def _words(hint: Any, meta: Mapping[str, Any]) -> str:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        *parts, last = (_words(one, meta) for one in inner)
-        return f"{', '.join(parts)}, or {last}"
+        *parts, last = (_words(one, meta) for one in inner if one is not NoneType)
+        return f"{', '.join(parts)}, or {last}" if parts else last
     if origin is Literal:
         return ", ".join(map(str, inner))
     if hint not in (int, float):
@@ -290,7 +290,10 @@ def from_table(cls: type[M], where: str, table: Any, fix: str, problems: list[Pr
         given = "nothing" if table is None else shown(table)
         problems.append(Problem(where=where, given=given, allowed=f"a table with {', '.join(needed)}", fix=fix))
         return None
-    found = unknown_keys(checks, table, where, fix)
+    found = list[Problem]()
+    for key, value in table.items():
+        near = get_close_matches(str(key), checks, n=1)
+        found += unknown_keys(checks, [key], where, checks[near[0]].example(cls, value) if near else fix)
     for name in (name for name in needed if name not in table):
         found.append(Problem(where=f"{where}.{name}", given="nothing", allowed=checks[name].allowed, fix=fix))
     values = dict[str, Any]()

@@ -299,7 +299,7 @@ def _implied(plan: Plan) -> dict[str, Any]:
     outer = "nesterov" if plan.sync == "diloco" else "none"
     return {
         "zero": 3 if is_whole(plan.fsdp, 2) else 0,
-        "stages": STAGES.get(plan.schedule, 1),
+        "stages": STAGES.get(plan.schedule, 1) if isinstance(plan.schedule, str) else 1,
         "outer": outer,
         "staleness": 0 if is_whole(plan.server, 1) else None,
         **outer_defaults(plan.outer or outer),

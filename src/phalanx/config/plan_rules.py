@@ -124,7 +124,7 @@ PLAN_RULES = (
         lambda p: p.backup and p.staleness,
         "backup={backup} with staleness={staleness}",
         "one of the two: with staleness no step waits",
-        "server={server2} dp={dp2} backup={backup}",
+        lambda p: f"server={p.server} dp={max(2, p.dp, p.backup + 1)} backup={p.backup}",
     ),
     Veto(
         "backup",

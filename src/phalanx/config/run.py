@@ -104,7 +104,7 @@ _RULES = (
     Veto(
         "from_step",
         lambda run: run.from_step is not None and run.resume is not True,
-        "from_step={from_step} with resume={resume!r}",
+        "from_step={from_step} with resume={resume}",
         "only together with resume=True",
         "resume=True",
     ),
@@ -165,7 +165,7 @@ class RunSpec(SelfChecked, where="run", rules=_RULES):
         mirror: URL of a folder that each checkpoint is copied to, such as ``s3://bucket/runs/digits-1``. A resumed run
             fetches the newest from there if it is newer than its own folder's. It holds no password: fsspec takes one
             from ``FSSPEC_SFTP_PASSWORD`` or the like, or from ``~/.config/fsspec``.
-        grace: seconds for the last checkpoint after a request to stop or the loss of a worker; 0: none is written.
+        grace: seconds for the last checkpoint after a request to stop; 0: none is written.
         restarts: restarts of all workers from the newest checkpoint after one is lost.
         devices: fewest and most devices of the run, such as ``1:4``: it begins with the most available, and continues
             with fewer if workers are lost repeatedly. ``None``: as many as ``plan`` needs.
@@ -185,12 +185,16 @@ class RunSpec(SelfChecked, where="run", rules=_RULES):
     job: str = field(metadata={"example": 'job="examples/digits.py"'})
     plan: Plan = field(metadata=_PLAN)
     devices: str | None = option(
-        None, 'devices="1:4"', flag="-n", help="Devices, or 1:4: 1 to 4; without a plan as many replicas."
+        None,
+        'devices="1:4"',
+        allowed="LEAST:MOST, such as 1:4",
+        flag="-n",
+        help="Devices, or 1:4: 1 to 4; without a plan as many replicas.",
     )
     folder: Path = field(metadata=_FOLDER)
     resume: Resume = option(
         False,
-        "resume=True",
+        'resume="auto"',
         allowed='true, false or "auto"',
         help="Resume from the newest checkpoint; auto: if there is one.",
     )
@@ -226,7 +230,9 @@ class RunSpec(SelfChecked, where="run", rules=_RULES):
     asked_plan: Plan | None = option(None, in_file=False)
 
     def settle(self) -> None:
-        """Take a folder given as text."""
+        """Take a plan and a folder given as text."""
+        if isinstance(self.plan, str):
+            object.__setattr__(self, "plan", Plan.parse(self.plan))
         if isinstance(self.folder, str):
             object.__setattr__(self, "folder", Path(self.folder))
 

@@ -184,11 +184,13 @@ def launch_check(question: LaunchQuestion, said: HostSurvey | None = None) -> La
 def _asked_of(queue: QueueTarget, asked: Submission, time: CheckTime) -> tuple[list[HostFinding], str]:
     """Return the queue's refusal, and the reason if there is no answer."""
     until = CheckTime(max(_OF_QUEUE, time.left))
-    words = queue.why_not(queue.prepare(asked), until.left)
-    if words is None or not until.left:
-        late = "" if words is None else ": it has not answered in time"
+    said = queue.why_not(queue.prepare(asked), until.left)
+    if said is None or not until.left:
+        late = "" if said is None else ": it has not answered in time"
         return [], f"whether {queue.name} would take it{late}"
-    return [HostFinding("queue", (), f"{queue.name} says: {words}", "ask for what there is")] if words else [], ""
+    words, _, fix = said.partition("\n    try: ")
+    what = "; ".join(words.splitlines())
+    return [HostFinding("queue", (), what, fix.partition("\n")[0])] if said else [], ""
 
 
 def _unknown_of_queue(queue: QueueTarget, question: LaunchQuestion) -> list[str]:

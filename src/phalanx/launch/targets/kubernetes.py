@@ -14,7 +14,7 @@ from typing import Any, ClassVar, final
 
 from phalanx.errors import RunError
 from phalanx.events import Outcome, RunLog
-from phalanx.files import replace_text
+from phalanx.files import json_value, replace_text
 from phalanx.launch.targets.kubernetes_manifest import (
     JOBSETS,
     NODE,
@@ -131,8 +131,12 @@ def _ask(told: Mapping[str, Any], *words: str, text: str | None = None, patience
 
 def _objects(told: Mapping[str, Any], kind: str, *words: str) -> list[dict[str, Any]]:
     text = _ask(told, "get", kind, *words, "--ignore-not-found", "--output", "json")
-    found = json.loads(text) if text.strip() else {"items": []}
-    return found.get("items", [found])
+    try:
+        found = json_value(text) if text.strip() else {"items": []}
+    except ValueError as error:
+        raise RunError(f"kubectl gives no JSON of {kind}: {error}\n    try: kubectl get {kind} --output json") from None
+    items = found.get("items", [found]) if isinstance(found, dict) else found
+    return [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
 
 
 def _settings(options: Mapping[str, str]) -> dict[str, str]:
@@ -163,8 +167,8 @@ def standing_of(
         known = outcome if outcome in ("ended", "stopped", "failed") else "stopped" if asked else "unknown"
         state = "running" if live else known
         return Standing(state=state, detail="pods still to end" if live else "Kubernetes has forgotten it")
-    told = {one["type"]: one for one in part_of(job, "status", "conditions") if one.get("status") == "True"}
-    if job["spec"].get("suspend"):
+    told = {one["type"]: one for one in part_of(job, "status", "conditions") if part_of(one, "status") == "True"}
+    if part_of(job, "spec", "suspend"):
         queue = part_of(job, "metadata", "labels").get("kueue.x-k8s.io/queue-name", "")
         told.setdefault(
             "Suspended", {"reason": "Suspended", "message": f"in queue {queue}: kubectl describe workloads says why"}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from phalanx.config import Plan
 from phalanx.config.elastic import resized
 from phalanx.device_kinds import on_host
-from phalanx.errors import Problem, RunError
-from phalanx.hardware.catalog import entry
+from phalanx.errors import Problem, RunError, SpecError
+from phalanx.hardware.catalog import find, unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,10 @@ class Offer:
         nodes, devices = (options.get(name, usual) for name, usual in (("nodes", "1"), ("gpus-per-node", "0")))
         if "device" not in options or not (nodes.isdecimal() and devices.isdecimal() and int(nodes) and int(devices)):
             return None
-        return cls(nodes=int(nodes), devices=int(devices), device=entry(options["device"]).device.name)
+        if not (found := find(options["device"])):
+            problem = unknown(options["device"])
+            raise SpecError([replace(problem, where="--device", fix=f"--device {problem.fix}")])
+        return cls(nodes=int(nodes), devices=int(devices), device=found.device.name)
 
 
 def nearest_plan(plan: Plan, processes: int) -> Plan:
@@ -74,9 +77,13 @@ def ask_program(words: Sequence[str], of: str, patience: float, lacking: str, he
     """
     given: Any = how if "input" in how else {"stdin": subprocess.DEVNULL, **how}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=patience, check=False, **given)
-    except FileNotFoundError:
-        what = f"{words[0]}, which hands runs to {of}, is not on this machine"
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=patience, check=False, **given
+        )
+    except OSError as error:
+        lacks = isinstance(error, FileNotFoundError)
+        why = "is not on this machine" if lacks else f"cannot be run: {error.strerror}"
+        what = f"{words[0]}, which hands runs to {of}, {why}"
         raise RunError(f"{what}\n    try: {lacking}") from None
     except subprocess.TimeoutExpired:
         what = f"{of} does not answer: {words[0]} took more than {patience:.0f} seconds"

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, final
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, RunError, SpecError
 from phalanx.events import RunLog
-from phalanx.files import replace_text
+from phalanx.files import json_value, replace_text
 from phalanx.hardware.catalog import find, unknown
 from phalanx.launch.reaper import SAVED
 from phalanx.launch.targets import option_checks as checks
@@ -82,7 +82,8 @@ class SkyTarget(QueueTarget):
             raise SpecError.of("--to", what, allowed, "--to sky:gpus=H100:8,cloud=aws,spot")
         self.device, self.gpus = find(_OTHER_NAMES.get(name, name)), int(count or 1)
         if name and not self.device:
-            raise SpecError([replace(unknown(name), where="--to")])
+            problem = unknown(name)
+            raise SpecError([replace(problem, where="--to", fix=f"--to sky:gpus={problem.fix}:{count or 1}")])
         self.resources = {_RESOURCES[key]: value or True for key, value in given.items()}
 
     def prepare(self, submission: Submission) -> Prepared:
@@ -144,13 +145,14 @@ class SkyTarget(QueueTarget):
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
         try:
             told = _ask("jobs", "queue", "--all", "--verbose", "--output", "json")
-            jobs, said = json.loads(told[told.index("[") :]), "SkyPilot has forgotten it"
+            jobs, said = json_value(told[told.index("[") :]), "SkyPilot has forgotten it"
         except (RunError, ValueError) as error:
             jobs, said = [], str(error).partition("\n")[0]
         for job in jobs:
-            if job["job_name"] == ticket["job"]:
-                words = [job["status"], job.get("failure_reason"), f"recovered {job.get('recovery_count') or 0} times"]
-                return Standing(state=_STATES.get(job["status"], "failed"), detail=", ".join(filter(None, words)))
+            if isinstance(job, dict) and job.get("job_name") == ticket["job"]:
+                state, reason = str(job.get("status")), str(job.get("failure_reason") or "")
+                words = [state, reason, f"recovered {job.get('recovery_count') or 0} times"]
+                return Standing(state=_STATES.get(state, "failed"), detail=", ".join(filter(None, words)))
         return Standing(state=RunLog(folder).outcome or "unknown", detail=said)
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:

@@ -124,8 +124,12 @@ class SlurmTarget(QueueTarget):
         return True
 
     def standing(self, ticket: Mapping[str, Any], folder: Path) -> Standing:
-        if (job := _job(ticket)) is None:
-            return Standing(state=RunLog(folder).outcome or "unknown", detail="Slurm has forgotten it")
+        try:
+            job, detail = _job(ticket), "Slurm has forgotten it"
+        except RunError as error:  # the run's own log may say it
+            job, detail = None, str(error).partition("\n")[0]
+        if job is None:
+            return Standing(state=RunLog(folder).outcome or "unknown", detail=detail)
         word, reason, code = job["JobState"], job.get("Reason", "None"), job.get("ExitCode", "")
         saved = code.partition(":")[0] == str(SAVED) and RunLog(folder).outcome != "failed"
         state = _STATES.get(word, "stopped" if saved else "failed")
@@ -135,7 +139,7 @@ class SlurmTarget(QueueTarget):
             "running": f"{word} on {job.get('NodeList', '')}",
             "failed": f"{word}: {reason}, exit code {code}",
         }
-        return Standing(state=state, detail=details.get(state, word))
+        return Standing(state=state, detail=details.get(state, "" if saved else word))
 
     def stop(self, ticket: Mapping[str, Any], folder: Path) -> None:
         job, where, number = _job(ticket), _cluster(ticket), str(ticket["job"])

@@ -320,14 +320,14 @@ class QueueTarget(Target):
         return False
 
     def why_not(self, prepared: Prepared, patience: float = 60.0) -> str | None:
-        """Return why the target would refuse the run, "" if it would not, ``None`` if it cannot be asked.
+        """Return why the target would refuse the run and what to do, "" if it would not, ``None`` if it does not say.
 
         ``patience``: seconds for the answer.
         """
         try:
             return "" if self.try_out(prepared, patience) else None
         except PhalanxError as error:
-            return "; ".join(str(error).partition("\n    try: ")[0].splitlines())
+            return str(error)
 
     def image(self, options: Mapping[str, str]) -> str:
         """Return the container image of a run; "" if its machines have the packages and paths of this one."""
