@@ -138,7 +138,7 @@ def test_by_the_commands_of_the_page_a_run_is_found_stopped_and_goes_on(cluster:
     begin, status, logs, stop = (
         [f"ray:{cluster.address}" if word == "ray:http://head:8265" else word for word in words] for words in commands
     )
-    assert "handed to ray: job digits-" in answer(*begin, cwd=tmp_path)
+    assert "handed to ray: job digits-" in answer(*begin, "--gpus-per-node", "0", cwd=tmp_path)
     run = tmp_path / "runs" / "ray"
     await_steps(run, 3)
     assert "running: on " in answer(*status, cwd=tmp_path)
